@@ -10,21 +10,20 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 
 from paddle_flexckpt.catalog import CheckpointError, Problem, ValidationError
+from paddle_flexckpt.rollout.engine_client import PROTOCOL
 from paddle_flexckpt.rollout.mapped_tensors import Kinds, MappedTensors, ModelDirectory
+from paddle_flexckpt.rollout.segment import DIRECTORY, Region, place_of_directory
 
-PROTOCOL = 1
 # The version of an engine that holds the weights of its own model directory.
 BASE = "base"
 # The version of a worker whose commit failed, until it is rolled back or commits another.
 UNDEFINED = "undefined"
-SEGMENTS = "/dev/shm"
 _MOST_NAMES = 20
 
 Tensors = Mapping[str, np.ndarray]
@@ -56,17 +55,11 @@ class Engine(Protocol):
 
 
 class Version(NamedTuple):
-    """A version of the weights; the base has no segment."""
+    """A version of the weights, with the path of its segment; the base has none."""
 
     name: str
     tensors: MappedTensors | None
-
-
-def place_of_directory(directory: str = SEGMENTS) -> str:
-    """Return a text that is equal in two processes only if this is the same directory for both."""
-    state = os.stat(directory)
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    return f"{boot}:{state.st_dev}:{state.st_ino}"
+    path: str = ""
 
 
 def answer(rank: int, function: Callable[..., Mapping[str, Any]], arguments: Sequence[Any]) -> dict[str, Any]:
@@ -96,12 +89,14 @@ class EngineWorker:
         self._staged: Version | None = None
         self._needs_restart = False
 
-    def status(self, directory: str = SEGMENTS) -> dict[str, Any]:
-        """Return what this worker holds, and the identity of the directory of segments."""
+    def status(self, directory: str = DIRECTORY) -> dict[str, Any]:
+        """Return what this worker holds, the segments that it has mapped, and the identity of their directory."""
+        mapped = {version.path for version in (self._accepted, self._current, self._staged) if version}
         return {
             "version": self._current.name if self._current else UNDEFINED,
             "accepted": self._accepted.name,
             "staged": self._staged.name if self._staged else None,
+            "segments": sorted(os.path.basename(path) for path in mapped if path),
             "instance": self._instance,
             "place": place_of_directory(directory),
             "needs_restart": self._needs_restart,
@@ -126,7 +121,7 @@ class EngineWorker:
         if problems:
             tensors.close()
             raise ValidationError(problems, f"version {version} does not fit the engine's model")
-        self._staged = Version(version, tensors)
+        self._staged = Version(version, tensors, path)
         return {"tensors": len(tensors.kinds)}
 
     def commit(self, version: str) -> dict[str, Any]:
@@ -186,27 +181,29 @@ class EngineWorker:
         staged, self._staged = self._staged, None
         return {"released": staged is None or staged.tensors is None or staged.tensors.close()}
 
-    def digests(self, path: str) -> dict[str, Any]:
-        """Compare digests in a file with the bytes of the current version, and those with the live parameters.
+    def digests(self, request: str) -> dict[str, Any]:
+        """Compare digests with the bytes of the current version, and these with the live parameters.
 
-        The file is JSON: ``{"version": ..., "boxes": [[name, start, shape, xxh3-128 in hexadecimal], ...]}``.
+        ``request`` is JSON: ``{"version": ..., "regions": [[name, base, extents, strides, digest], ...]}``. A region is
+        of a tensor's elements in row-major order; its numbers count elements. Its digest is xxh3-128, in hexadecimal,
+        of its elements in the order of ``extents``.
 
         Raises:
-            ValidationError: It is of another version than the worker holds, or names a box that is not there.
+            ValidationError: It is of another version than the worker holds, or names a region that is not there.
         """
-        wanted = json.loads(Path(path).read_text("utf-8"))
+        wanted = json.loads(request)
         if self._current is None or wanted["version"] != self._current.name:
             held = self._current.name if self._current else UNDEFINED
             raise ValidationError(f"the digests are of version {wanted['version']}; the worker holds version {held}")
         mapped = self._current.tensors or self._base.map()
         try:
-            different = _differing_boxes(mapped.arrays, wanted["boxes"])
+            different = _differing(mapped.arrays, wanted["regions"])
             live = self._engine.compare(mapped.arrays)
         finally:
             if self._current.tensors is None:
                 mapped.close()
         return {
-            "compared": len(wanted["boxes"]),
+            "compared": len(wanted["regions"]),
             "different": len(different),
             "different_names": different[:_MOST_NAMES],
             "live_compared": live.compared,
@@ -243,14 +240,16 @@ def _differences(expected: Kinds, got: Kinds, path: str) -> Iterator[Problem]:
             yield Problem("the tensor is another than that of the engine's checkpoint", name, None, path, wanted, found)
 
 
-def _differing_boxes(arrays: Tensors, boxes: Sequence[Any]) -> list[str]:
-    different = []
-    for name, start, shape, digest in boxes:
-        array = arrays.get(name)
-        ends = [first + count for first, count in zip(start, shape)]
-        if array is None or len(ends) != array.ndim or any(e > n or s < 0 for s, e, n in zip(start, ends, array.shape)):
-            raise ValidationError(Problem(f"the version has no box of shape {shape} at {start}", name))
-        part = np.ascontiguousarray(array[tuple(map(slice, start, ends))])
-        if xxhash.xxh3_128_hexdigest(part.reshape(-1).view(np.uint8)) != digest:
-            different.append(name)
-    return list(dict.fromkeys(different))
+def _differing(arrays: Tensors, regions: Sequence[Any]) -> list[str]:
+    different: dict[str, None] = {}
+    for name, base, extents, strides, digest in regions:
+        try:
+            array = arrays[name]
+            size = array.itemsize
+            region = Region(base * size, tuple(extents), tuple(stride * size for stride in strides), size)
+            part = np.ascontiguousarray(region.of(array.reshape(-1).view(np.uint8)))
+        except (KeyError, ValueError) as error:
+            raise ValidationError(Problem(f"the version has no elements {extents} from {base} on", name)) from error
+        if xxhash.xxh3_128_hexdigest(part.view(np.uint8)) != digest:
+            different[name] = None
+    return list(different)

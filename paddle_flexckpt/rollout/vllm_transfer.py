@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.rollout.engine_worker import PROTOCOL
+from paddle_flexckpt.rollout.engine_client import PROTOCOL
 from paddle_flexckpt.rollout.vllm_extension import worker_of
 
 

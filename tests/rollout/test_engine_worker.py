@@ -10,7 +10,8 @@ import pytest
 import xxhash
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.rollout.engine_worker import EngineWorker, LiveComparison, answer, place_of_directory
+from paddle_flexckpt.rollout.engine_worker import EngineWorker, LiveComparison, answer
+from paddle_flexckpt.rollout.segment import place_of_directory
 from tests.rollout.numpy_engine import NumpyEngine, model_directory, segment, weights, workers
 
 BASE, ONE, TWO = weights(1), weights(2), weights(3)
@@ -49,7 +50,7 @@ def ranks(tmp_path: Path) -> Ranks:
 def test_a_version_is_staged_committed_and_accepted(ranks: Ranks) -> None:
     ranks.stage("1", ONE)
     assert ranks.hold(BASE)
-    assert {each["staged"] for each in ranks.call("status")} == {"1"}
+    assert {(each["staged"], *each["segments"]) for each in ranks.call("status")} == {("1", "1.safetensors")}
     assert [each["ok"] for each in ranks.call("commit", "1")] == [True, True]
     assert ranks.hold(ONE)
     assert {(each["version"], each["accepted"], each["staged"]) for each in ranks.call("status")} == {
@@ -58,8 +59,10 @@ def test_a_version_is_staged_committed_and_accepted(ranks: Ranks) -> None:
     # The base has no segment.
     assert [each["released"] for each in ranks.call("accept", "1")] == [True, True]
     assert ranks.commit("2", TWO) == [True, True]
+    assert [each["segments"] for each in ranks.call("status")] == [["1.safetensors", "2.safetensors"]] * 2
     assert [each["released"] for each in ranks.call("accept", "2")] == [True, True]
     assert [each["released"] for each in ranks.call("accept", "2")] == [True, True]
+    assert [each["segments"] for each in ranks.call("status")] == [["2.safetensors"]] * 2
     assert ranks.hold(TWO)
 
 
@@ -213,15 +216,15 @@ def test_status_names_the_process_and_the_place(ranks: Ranks) -> None:
     assert {each["protocol"] for each in status} == {1}
 
 
-def digests(path: Path, version: str, arrays: dict[str, np.ndarray]) -> str:
-    """Digests of each tensor in two boxes."""
-    boxes = []
+def digests(version: str, arrays: dict[str, np.ndarray]) -> str:
+    """Digests of two parts of each tensor, without its first column."""
+    regions = []
     for name, array in arrays.items():
+        columns = array.shape[1]
         for start, stop in ((0, 3), (3, len(array))):
             box = np.ascontiguousarray(array[start:stop, 1:])
-            boxes.append([name, [start, 1], list(box.shape), xxhash.xxh3_128_hexdigest(box)])
-    path.write_text(json.dumps({"version": version, "boxes": boxes}))
-    return str(path)
+            regions.append([name, start * columns + 1, box.shape, [columns, 1], xxhash.xxh3_128_hexdigest(box)])
+    return json.dumps({"version": version, "regions": regions})
 
 
 @pytest.mark.parametrize("version", ["base", "1"])
@@ -230,12 +233,11 @@ def test_digests_of_received_bytes_and_of_live_parameters(ranks: Ranks, version:
     if version == "1":
         arrays = ONE
         ranks.commit("1", ONE)
-    path = digests(ranks.path / "digests", version, arrays)
-    for each in ranks.call("digests", path):
+    for each in ranks.call("digests", digests(version, arrays)):
         assert (each["compared"], each["different"], each["live_compared"], each["live_different"]) == (8, 0, 4, 0)
     ranks.engines[1].model["head"] = ranks.engines[1].model["head"] + 1
-    path = digests(ranks.path / "digests", version, {**arrays, "embed": arrays["embed"] + 1})
-    for rank, each in enumerate(ranks.call("digests", path)):
+    other = digests(version, {**arrays, "embed": arrays["embed"] + 1})
+    for rank, each in enumerate(ranks.call("digests", other)):
         assert (each["different"], each["different_names"]) == (1, ["embed"])
         assert each["live_different_names"] == ["head"] * rank
 
@@ -243,20 +245,28 @@ def test_digests_of_received_bytes_and_of_live_parameters(ranks: Ranks, version:
 def test_digests_name_what_could_not_be_read(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     live = LiveComparison(1, [f"t{i}" for i in range(30)], {f"u{i}": "packed" for i in range(30)})
     monkeypatch.setattr(ranks.engines[0], "compare", lambda tensors: live)
-    result = ranks.workers[0].digests(digests(ranks.path / "digests", "base", BASE))
+    result = ranks.workers[0].digests(digests("base", BASE))
     assert (result["live_different"], len(result["live_different_names"])) == (30, 20)
     assert (result["live_unreadable"], len(result["live_unreadable_names"])) == (30, 20)
 
 
-@pytest.mark.parametrize("box", [["head", [0], [8], "0"], ["head", [4, 0], [5, 6], "0"], ["x", [0, 0], [1, 1], "0"]])
-def test_digests_of_another_version_or_box_are_refused(ranks: Ranks, box: list) -> None:
-    path = ranks.path / "digests"
-    path.write_text(json.dumps({"version": "9", "boxes": []}))
+def test_digests_of_another_version_are_refused(ranks: Ranks) -> None:
     with pytest.raises(ValidationError, match="the digests are of version 9; the worker holds version base"):
-        ranks.workers[0].digests(str(path))
-    path.write_text(json.dumps({"version": "base", "boxes": [box]}))
-    with pytest.raises(ValidationError, match=r"the version has no box of shape \["):
-        ranks.workers[0].digests(str(path))
+        ranks.workers[0].digests(json.dumps({"version": "9", "regions": []}))
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        ["head", 1, [8, 6], [6, 1], ""],
+        ["head", 0, [9, 6], [6, 1], ""],
+        ["head", -1, [1], [1], ""],
+        ["x", 0, [1], [1], ""],
+    ],
+)
+def test_digests_of_regions_that_are_not_there_are_refused(ranks: Ranks, region: list) -> None:
+    with pytest.raises(ValidationError, match=rf"the version has no elements \[.*\(key '{region[0]}'\)"):
+        ranks.workers[0].digests(json.dumps({"version": "base", "regions": [region]}))
 
 
 def test_an_answer_is_a_status_whatever_is_raised() -> None:
