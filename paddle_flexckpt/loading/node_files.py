@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, group_replicas
+from paddle_flexckpt.catalog import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LostRankError,
+    ValidationError,
+    group_replicas,
+)
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
@@ -45,6 +51,7 @@ class Found(NamedTuple):
         everywhere: Whether every rank has the manifest and all files, so that it can load as from shared storage.
         damaged: The damage that an earlier try of this load has found.
         not_rebuilt: By name, why parity cannot rebuild a lost file.
+        can_rebuild: Lost files that parity can rebuild, where it was only looked.
     """
 
     manifest: Manifest
@@ -53,6 +60,7 @@ class Found(NamedTuple):
     everywhere: bool
     damaged: DamagedCopies = MappingProxyType({})
     not_rebuilt: Mapping[str, str] = MappingProxyType({})
+    can_rebuild: frozenset[str] = frozenset()
 
     @property
     def readable(self) -> np.ndarray:
@@ -81,6 +89,17 @@ class Found(NamedTuple):
         lost[groups.order] = np.repeat(of_group == 0, groups.count)
         return lost
 
+    @property
+    def lost_files(self) -> list[str]:
+        """Return the files of the lost rows."""
+        catalog = self.manifest.catalog
+        return [catalog.files[file] for file in np.unique(catalog.file[self.lost]).tolist()]
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all data is here, or can be rebuilt."""
+        return self.can_rebuild.issuperset(self.lost_files)
+
 
 def find_checkpoint(
     comm: Communicator,
@@ -89,6 +108,7 @@ def find_checkpoint(
     head: Callable[[], bytes],
     locks: contextlib.ExitStack,
     context: str,
+    rebuilds: bool = True,
 ) -> Found:
     """Agree on a checkpoint: the one with the highest id that a node has published.
 
@@ -96,12 +116,13 @@ def find_checkpoint(
     returns what ranks have to agree about, or raises; ``locks`` receives the manifest's lock where there is one. If a
     save died after some nodes had published it in place of an older one, the newer one is chosen if all of it is here,
     else the older. Parity, where there is some, rebuilds files that no rank sees: two more collectives, or three.
+    Without ``rebuilds`` nothing is written: one more finds out which files it can rebuild.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
         CorruptCheckpointError: No rank can read its manifest, or one cannot that may have a newer one.
     """
-    own_lock = contextlib.ExitStack()
+    own_lock, rebuild = contextlib.ExitStack(), _rebuild if rebuilds else _find_rebuildable
     locks.push(own_lock)
 
     def look() -> tuple[Manifest | None, bytes]:
@@ -128,12 +149,12 @@ def find_checkpoint(
         manifest = None
     owners = _find_saves(descriptions, chosen, context, warns=comm.position == 0)
     if manifest is not None and len(owners) == 1 and all("save" in each for each in descriptions):
-        return _rebuild(comm, directory, _found(manifest, flags, wrongs), context)
+        return rebuild(comm, directory, _found(manifest, flags, wrongs), context)
     found = []
     for (_, token), owner in sorted(owners.items(), reverse=True):
-        found.append(_look(comm, directory, manifest, token, owner, context))
+        found.append(rebuild(comm, directory, _look(comm, directory, manifest, token, owner, context), context))
         # A file that exists and cannot be read is an error: an older save is not used instead.
-        if not found[-1].lost.any() or found[-1].wrong:
+        if found[-1].is_whole or found[-1].wrong:
             return found[-1]
     return found[0]
 
@@ -209,17 +230,34 @@ def _look(
         own if has and own is not None else Manifest.decode(answers[owner], f"the manifest of rank {comm.ranks[owner]}")
     )
     _, answers = comm.together(look, context)
-    return _rebuild(comm, directory, _found(manifest, *zip(*map(split, answers))), context)
+    return _found(manifest, *zip(*map(split, answers)))
+
+
+def _find_rebuildable(comm: Communicator, directory: CheckpointDirectory, found: Found, context: str) -> Found:
+    """Find out which lost files parity can rebuild; return that with the files that each rank sees."""
+    manifest, lost = found.manifest, found.lost_files
+    if not manifest.parity_files or not lost:
+        return found
+    from paddle_flexckpt.native.parity import parity_here, plan_rebuilding
+
+    look = functools.partial(parity_here, directory.backend, manifest)
+    _, answers = comm.together(lambda: (None, json.dumps(look()).encode()), context)
+    here = [(name, what) for answer in answers for name, what in json.loads(answer).items()]
+    wrong = {name: what for name, what in here if isinstance(what, str)}
+    stripes = {tuple(what) for _, what in here if not isinstance(what, str)}
+    seen = [name for name, ranks in zip(manifest.catalog.files, found.seen.T) if ranks.any()]
+    readable = {*seen, *(name for name, _ in here)} - wrong.keys()
+    planned, reasons = plan_rebuilding(manifest, lost, readable, stripes, wrong)
+    return found._replace(can_rebuild=frozenset(planned), not_rebuilt=reasons)
 
 
 def _rebuild(comm: Communicator, directory: CheckpointDirectory, found: Found, context: str) -> Found:
     """Rebuild lost files from parity, if there is some; return the files that each rank sees then."""
-    manifest, rows = found.manifest, found.lost
-    if not manifest.parity_files or not rows.any():
+    manifest, lost = found.manifest, found.lost_files
+    if not manifest.parity_files or not lost:
         return found
     from paddle_flexckpt.loading.rebuilding import rebuild_files
 
-    lost = [manifest.catalog.files[file] for file in np.unique(manifest.catalog.file[rows]).tolist()]
     readable = found.seen.copy()
     for position in found.damaged:
         readable[position, manifest.catalog.file[found.damaged_rows(position)]] = False
@@ -295,5 +333,10 @@ def find_nodes(
         found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)
         if damaged:
             found = found._replace(damaged=damaged, everywhere=False)
-            found = _rebuild(comm, directory(), found, context)
+            try:
+                found = _rebuild(comm, directory(), found, context)
+            except LostRankError:
+                raise
+            except CheckpointError as error:  # the damage is the error
+                found = found._replace(not_rebuilt=dict.fromkeys(found.lost_files, str(error)))
         return found, locks.pop_all()

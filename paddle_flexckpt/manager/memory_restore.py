@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.node_files import Found, find_checkpoint
 from paddle_flexckpt.manager.removal import UNIQUE_ID
@@ -43,7 +44,12 @@ def restore_from_memory(
 def _hold_on_nodes(directory: Backend, step: int, comm: Communicator, context: str) -> Iterator[tuple[Held, int]]:
     """Hold the lock on the step's checkpoint on all nodes; yield it, and the number of nodes that have it."""
     with contextlib.ExitStack() as locks:
-        found = find_checkpoint(comm, lambda: SourceDirectory(directory), UNIQUE_ID, lambda: b"{}", locks, context)
+        try:
+            found = find_checkpoint(comm, lambda: SourceDirectory(directory), UNIQUE_ID, lambda: b"{}", locks, context)
+        except (LostRankError, ValidationError):
+            raise
+        except CheckpointError as error:  # nothing was changed
+            raise LostNodesError(f"step {step} is not whole in memory: {error}") from error
         own = token_now(directory)
         here, missing = _find_nodes(directory, found.manifest, own, comm, context)
         if found.lost.any():

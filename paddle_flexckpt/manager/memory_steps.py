@@ -139,8 +139,8 @@ class MemorySteps:
     def _is_whole(self, step: int, context: str) -> bool:
         with contextlib.ExitStack() as locks, contextlib.suppress(CorruptCheckpointError):
             directory = SourceDirectory(self.directory(step))
-            found = find_checkpoint(self._comm, lambda: directory, UNIQUE_ID, lambda: b"{}", locks, context)
-            return not found.lost.any()
+            head = UNIQUE_ID, lambda: b"{}"
+            return find_checkpoint(self._comm, lambda: directory, *head, locks, context, rebuilds=False).is_whole
         return False
 
     def add_candidates(

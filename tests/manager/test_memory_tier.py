@@ -5,6 +5,7 @@ Ranks are threads, and each node is imitated by a directory.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -120,6 +121,11 @@ def resume(strategy: str = "rows", step="latest", ends: bool = False, **options)
     return job
 
 
+def files_in(path: Path) -> dict[str, int]:
+    """All files below, and when they were written."""
+    return {str(each): each.stat().st_mtime_ns for each in path.rglob("*") if each.is_file()}
+
+
 def looking(manager, comm):
     found = manager.all_steps(), manager.latest_step()
     manager.__exit__(InterruptedError, None, None)
@@ -219,6 +225,70 @@ def test_parity_in_place_of_copies(nodes, lost):
     assert one_of(nodes.run(places, looking, tier={"parity": 4})) == ([2], 2)
     report = one_of(nodes.run([place for place in places if place != lost], resume(), tier={"parity": 4}))
     assert (report.step, report.tier, report.nodes) == (2, "memory", (3, 4))
+
+
+@pytest.fixture
+def with_parity(nodes):
+    """A run of 4 nodes whose step 10 is in the root, and step 12 in memory, which one node has lost."""
+    one_of(nodes.run([0, 1, 2, 3], train(13), tier={"parity": 4}))
+    nodes.lose(1)
+    return nodes
+
+
+def fill(monkeypatch, nodes) -> None:
+    """No node's memory has room for another file."""
+    create = LocalBackend.create
+
+    def full(self, name, *args, **options):
+        if "/shm/" in self.path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.where(name))
+        return create(self, name, *args, **options)
+
+    monkeypatch.setattr(LocalBackend, "create", full)
+
+
+def test_looking_writes_nothing(with_parity, monkeypatch):
+    before = files_in(with_parity.path)
+    with monkeypatch.context() as patch:
+        fill(patch, with_parity)
+        assert one_of(with_parity.run([0, 1, 2, 3], looking, tier={"parity": 4})) == ([10, 12], 12)
+    with_parity.lose(1)  # the empty directory, in which ranks look for what they share
+    assert files_in(with_parity.path) == before
+    with_parity.lose(2)
+    assert one_of(with_parity.run([0, 1, 2, 3], looking, tier={"parity": 4})) == ([10], 10)
+
+
+def test_a_rebuild_that_fails_is_the_loss_of_nodes(with_parity, monkeypatch, caplog):
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        fill(patch, with_parity)
+        report = one_of(with_parity.run([0, 2, 3], resume(), tier={"parity": 4}))
+        assert (report.step, report.tier, list(report.not_in_memory)) == (10, "storage", [12])
+        why = report.not_in_memory[12]
+        assert "step 12 is not whole in memory: " in why and "cannot be rebuilt there: No space left on device" in why
+        assert caplog.text.count(why) == 1
+        text = one_error(with_parity.run([0, 2, 3], resume(step=12), tier={"parity": 4}), fc.CorruptCheckpointError)
+        assert why in text
+    report = one_of(with_parity.run([0, 2, 3], resume(), tier={"parity": 4}))
+    assert (report.step, report.tier) == (12, "memory")
+
+
+def test_a_file_that_was_rebuilt_from_a_damaged_one_is_the_loss_of_nodes(with_parity):
+    (path,) = Path(with_parity.memory(0)).glob("*/step_*/*.parity")
+    flip(path, path.stat().st_size // 2)
+    report = one_of(with_parity.run([0, 2, 3], resume(), tier={"parity": 4}))
+    assert (report.step, report.tier) == (10, "storage")
+    assert "is not what was saved" in report.not_in_memory[12]
+
+
+def test_damage_that_cannot_be_rebuilt_as_the_memory_is_full(nodes, monkeypatch):
+    one_of(nodes.run([0, 1, 2, 3], train(13), tier={"parity": 4}))
+    for path in Path(nodes.memory(2)).glob("*/step_*/*.safetensors"):
+        flip(path, path.stat().st_size - 1)
+    fill(monkeypatch, nodes)
+    text = one_error(nodes.run([0, 1, 2, 3], resume(), tier={"parity": 4}), fc.CorruptCheckpointError)
+    assert "cannot be rebuilt there: No space left on device" in text
+    report = one_of(nodes.run([0, 1, 2, 3], resume(fallback=True), tier={"parity": 4}))
+    assert (report.step, report.tier) == (10, "storage")
 
 
 @pytest.mark.parametrize("tier", [{"copies": 2}, {"parity": 2}])
