@@ -371,6 +371,17 @@ def check_extra_names(keys: Iterable[str]) -> None:
         raise ValidationError(problems)
 
 
+def extra_state_differs(**where: Any) -> Problem:
+    """Return the problem of extra state that has to be the same on all ranks, and is not; ``where`` has its fields."""
+    return Problem(
+        "ranks differ in the run's extra state",
+        **where,
+        code="FC108",
+        remedy="give the same step, schedule, scaler and values of your own (extra=) on every rank; a position of each "
+        "rank's own goes into dataloader=",
+    )
+
+
 def without_extra_state(catalog: Catalog) -> Catalog:
     """Return the shards of a catalog that are not a run's extra state."""
     extra = np.asarray([key.startswith(EXTRA_STATE) for key in catalog.keys], dtype=bool)

@@ -14,7 +14,7 @@ import numpy as np
 from paddle_flexckpt.algebra import Box, flat_ranges_to_boxes, intersect_boxes, subtract_boxes
 from paddle_flexckpt.algebra.rows import all_axes, any_axis, group_rows, product_axes
 from paddle_flexckpt.catalog.errors import Problem
-from paddle_flexckpt.catalog.table import NOT_FLATTENED, Catalog
+from paddle_flexckpt.catalog.table import EXTRA_STATE, NOT_FLATTENED, Catalog, extra_state_differs
 
 # Rows reported per kind of problem, and holes per key.
 MAX_ROWS = 50
@@ -133,8 +133,10 @@ def find_shard_problems(catalog: Catalog) -> list[list[tuple[int, Problem]]]:
 
 def _row_problem(catalog: Catalog, row: int, what: str, expected: str, remedy: str) -> Problem:
     """Return a problem of one shard, with its description."""
-    place = catalog.key_name(row), int(catalog.rank[row]), catalog.file_name(row)
-    return Problem(what, *place, expected, catalog.describe(row), code="FC105", remedy=remedy)
+    key, rank, file, got = catalog.key_name(row), int(catalog.rank[row]), catalog.file_name(row), catalog.describe(row)
+    if key.startswith(EXTRA_STATE) and " differ in " in what:
+        return extra_state_differs(key=key, rank=rank, file=file, expected=expected, got=got)
+    return Problem(what, key, rank, file, expected, got, code="FC105", remedy=remedy)
 
 
 @dataclass

@@ -260,7 +260,7 @@ class CheckpointManager:
         replaces = asked.overwrite or asked.step in self._pending.doubtful
         prepare = partial(self._prepare, asked, objects, dataloader, extra, metrics, replaces, to_root)
         contents, answers = self._comm.together(prepare, context)
-        self._run = run = contents.add_record(asked.step, answers, self._comm.ranks, context)
+        self._run = run = contents.add_record(asked.step, answers, self._comm, context)
         save = partial(self._memory.save, given, contents.shards, run, context)
         handle = save() if to_memory else None
         if handle is not None and not to_root:
@@ -293,7 +293,7 @@ class CheckpointManager:
         if self._comm.position == 0 and to_root:
             warn_of_missing_metrics(self._keep, numbers)
             self._steps.prepare(asked.step, replaces)
-        return contents, join((asked.encode("save", **objects.given()), contents.describe_metrics()))
+        return contents, join((asked.encode("save", **objects.given()), contents.describe()))
 
     def stage_next(self) -> bool:
         """Copy at most ``slice_bytes`` of a save that is staged in slices; communicate nothing.

@@ -5,9 +5,10 @@ Tested in tests/manager/test_manager.py and tests/manager/test_check.py.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,16 @@ from paddle_flexckpt.memory.state import flatten_state_dict
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.optimizers import optimizer_inside
 from paddle_flexckpt.parallel.state_creation import no_new_states
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.run_state.schedules import ConstantRate
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord
-from paddle_flexckpt.transfer.agreement import check_heads
+from paddle_flexckpt.transfer.agreement import check_heads, check_same
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, encode_options, same_on_all_ranks
 
+_COMMON = f"{EXTRA_STATE}common"
+# The most characters of a value that an error shows.
+_LONGEST = 40
 _TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader", "data")
 OWN_OBJECTS = {
     **dict.fromkeys(("model", "optimizer", "state"), SHARDS),
@@ -99,19 +104,21 @@ class StepContents:
     metrics: dict[str, float]
     run: str
 
-    def describe_metrics(self) -> bytes:
+    def describe(self) -> bytes:
         """Return this rank's message to the others: its metrics, in exact text, its clock and the run's identity."""
         metrics = {name: repr(number) for name, number in self.metrics.items()}
-        return json.dumps({"time": time.time(), "metrics": metrics, "run": self.run}).encode()
+        values = digest_values(self.shards)
+        return json.dumps({"time": time.time(), "metrics": metrics, "run": self.run, "values": values}).encode()
 
-    def add_record(self, step: int, answers: list[bytes], ranks: Sequence[int], context: str) -> str:
+    def add_record(self, step: int, answers: list[bytes], comm: Communicator, context: str) -> str:
         """Add the record of the step, with the time of the coordinator's clock; return the run's identity.
 
         Raises:
-            ValidationError: Options or metrics differ between ranks; the same on every rank.
+            ValidationError: Options, metrics or values of extra state differ between ranks; the same on every rank.
         """
-        gathered = agree_and_collect(answers, context, ranks)
-        check_same_metrics(ranks, [each["metrics"] for each in gathered], context)
+        gathered = agree_and_collect(answers, context, comm.ranks)
+        check_same_metrics(comm.ranks, [each["metrics"] for each in gathered], context)
+        check_same_values(comm, self.shards, [each["values"] for each in gathered], context)
         run = str(gathered[0]["run"])
         self.shards[RECORD] = StepRecord(step, gathered[0]["time"], self.metrics, run).encode()
         return run
@@ -241,6 +248,46 @@ def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]
             )
     if problems:
         raise ValidationError(problems, context)
+
+
+def digest_values(shards: Mapping[str, Any]) -> str:
+    """Return the digest of the extra state that has to be the same on every rank."""
+    return hashlib.sha256(shards[_COMMON].numpy().tobytes()).hexdigest()[:16]
+
+
+def check_same_values(comm: Communicator, shards: Mapping[str, Any], digests: Sequence[str], context: str) -> None:
+    """Check that the extra state is the same on all ranks; one collective, for its values, if their digests differ.
+
+    Raises:
+        ValidationError: Values differ; the text, the same on every rank, names them.
+    """
+    if len({*digests}) == 1:
+        return
+
+    def describe() -> tuple[None, bytes]:
+        common = json.loads(shards[_COMMON].numpy().tobytes())
+        common["extra"] = common.pop("more")
+        values = {name: _shortened(json.dumps(value)) for name, value in _leaves(common, "")}
+        return None, json.dumps({"call": "save", **values}).encode()
+
+    _, answers = comm.together(describe, context)
+    check_same(answers, context, comm.ranks)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a dict, and of dicts inside it, with their paths."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}" if path else name)
+    else:
+        yield path, value
+
+
+def _shortened(text: str) -> str:
+    """Return a value's text; a long one by its beginning and its digest."""
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 def check_step(step: object) -> None:

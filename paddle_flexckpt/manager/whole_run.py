@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_flexckpt.background.pending import SaveHandle
+from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.manager.restore import fill_run, hold_together
 from paddle_flexckpt.manager.restore_targets import RestoreTargets, RunOptions
-from paddle_flexckpt.manager.step_contents import OWN_OBJECTS, RunObjects
+from paddle_flexckpt.manager.step_contents import OWN_OBJECTS, RunObjects, check_same_values, digest_values
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
@@ -133,10 +134,11 @@ def save(
 
     def collect() -> tuple[dict[str, Any], bytes]:
         shards = {**objects.shards(), **objects.extra_state(asked.step, asked.rng, dataloader, extra)}
-        return shards, asked.encode("save", **objects.given())
+        return shards, join((asked.encode("save", **objects.given()), digest_values(shards).encode()))
 
-    shards, heads = comm.together(collect, context)
-    check_heads(heads, context, comm.ranks)
+    shards, answers = comm.together(collect, context)
+    (digests,) = check_heads(answers, context, comm.ranks)
+    check_same_values(comm, shards, [each.decode() for each in digests], context)
     return save_state_dict(shards, path, comm, **asked.keywords(SaveOptions))
 
 

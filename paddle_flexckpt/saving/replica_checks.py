@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
+from paddle_flexckpt.catalog.table import extra_state_differs
 from paddle_flexckpt.memory.replica_digests import DIGEST, Digests
 from paddle_flexckpt.memory.tensors import open_storage
+from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.planning.replica_comparison import Comparison, compare_samples, compare_whole, compare_written
 from paddle_flexckpt.planning.write_plan import Items
 from paddle_flexckpt.ranks.communicator import Communicator
@@ -141,12 +143,27 @@ class Replicas:
         key, start, stop = catalog.key_name(row), comparison.start[line], comparison.stop[line]
         part = "" if stop - start == catalog.size[row] else f", elements {start} to {stop - 1} of it,"
         drift = _drift_remedy([int(catalog.rank[row]), int(catalog.rank[other])])
+        where: dict[str, Any] = {
+            "key": key,
+            "rank": int(catalog.rank[row]),
+            "expected": f"the values of {catalog.describe(row)}{part} on rank {catalog.rank[other]}",
+            "got": "others",
+        }
+        if key.startswith(EXTRA_STATE):
+            return extra_state_differs(**where)
+        parameter, state = split_state(key, {*catalog.keys})
+        if state and not drift:
+            return Problem(
+                f"ranks differ in the optimizer's state {state} of {parameter!r}",
+                **where,
+                code="FC106",
+                remedy="average the gradients over all ranks that hold the parameter, as fleet and "
+                "paddle.DataParallel do, and begin again from a checkpoint of before; to go on from one rank's states, "
+                f"pass check_replicas={{{key!r}: 'first'}}",
+            )
         return Problem(
             "replicas of one shard differ",
-            key=key,
-            rank=int(catalog.rank[row]),
-            expected=f"the values of {catalog.describe(row)}{part} on rank {catalog.rank[other]}",
-            got="others",
+            **where,
             code="FC106",
             remedy=drift
             if drift

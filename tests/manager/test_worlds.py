@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("paddle")
+import paddle
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery, SaveInterval
@@ -91,6 +93,37 @@ def test_metrics_that_differ_are_an_error_that_names_the_ranks(tmp_path):
     assert "metrics: 'loss' differs between ranks (rank 0: 1.5, rank 1: 1.5, rank 2: 2.5). Remedy" in text
     assert "same" not in text
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("manages", [True, False])
+def test_values_that_differ_are_an_error_that_names_them(tmp_path, manages):
+    def job(comm):
+        extra = {"seed": 5 + comm.rank, "same": 3, "names": {"run": "x" * (90 + comm.rank)}}
+        if manages:
+            save(manager_of(comm, tmp_path), comm, 1, extra=extra)
+        else:
+            fc.save(tmp_path, state=shards(comm, 1), rng=False, extra=extra, process_group=comm)
+
+    text = errors(2, job)
+    assert "ranks disagree: rank 0: {" in text and "; rank 1: {" in text
+    assert re.findall(r"extra.seed\W+(\d)", text) == ["5", "6"]
+    assert len(re.findall(r"extra.names.run.{20,80}\.\.\. \(digest \w{8}\)", text)) == 2
+    assert "extra.same" not in text and "lr_scheduler" not in text and "x" * 60 not in text
+    assert "Remedy (FC502): call with the same arguments on every rank" in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_schedules_that_differ_are_named(tmp_path):
+    def job(comm):
+        scheduler = paddle.optimizer.lr.StepDecay(0.5, 3)
+        for _ in range(comm.rank):
+            scheduler.step()
+        save(manager_of(comm, tmp_path), comm, 1, lr_scheduler=scheduler)
+
+    assert re.findall(r'"(lr_scheduler.*?)": "(\d)"', errors(2, job)) == [
+        ("lr_scheduler.state.last_epoch", "0"),
+        ("lr_scheduler.state.last_epoch", "1"),
+    ]
 
 
 def test_metrics_that_one_rank_lacks(tmp_path):

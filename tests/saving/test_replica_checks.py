@@ -18,6 +18,7 @@ import paddle_flexckpt.saving.replica_checks as replicas_module
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.native.checksums import HashThread, hash_block
 from paddle_flexckpt.planning.replica_comparison import SAMPLE_BYTES
+from paddle_flexckpt.run_state import collect_extra_state
 from paddle_flexckpt.saving import background_saves
 from paddle_flexckpt.sharded_weight import shard_weight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -432,7 +433,7 @@ def test_what_is_no_policy_is_said(tmp_path, bad):
 def test_extra_state_is_never_only_close(tmp_path):
     def save(comm):
         state = {"w": np.zeros(3, np.float32), "extra_state.common": np.full(4, comm.rank, np.uint8)}
-        with pytest.raises(fc.ValidationError, match="replicas of one shard differ.*extra_state.common"):
+        with pytest.raises(fc.ValidationError, match="ranks differ in the run's extra state .key 'extra_state.common"):
             fc.save_state_dict(state, tmp_path, comm, check_replicas="close")
 
     SimulatedWorld(2).run(save)
@@ -488,6 +489,34 @@ def test_a_reshard_gives_one_ranks_statistics_to_all():
         return [sorted(set(weight.local_tensor.reshape(-1).tolist())) for weight in target.values()]
 
     assert SimulatedWorld(3).run(move) == [[[0], [0], [5], [5]]] * 3
+
+
+@pytest.mark.parametrize("step", [4, 9])
+def test_extra_state_that_differs_is_told_as_such(tmp_path, step):
+    """Also where its text has another length."""
+
+    def save(comm):
+        with provoked("catalog/table.py", "give the same step, schedule, scaler and values of your own") as caught:
+            fc.save_state_dict(collect_extra_state(step=step + comm.rank, rng=False), tmp_path, comm)
+        assert "ranks differ in the run's extra state (key 'extra_state.common'" in str(caught.value)
+        assert "(FC108)" in str(caught.value) and "shard" not in str(caught.value)
+        fc.save_state_dict(collect_extra_state(step=step, rng=False), tmp_path, comm)
+
+    SimulatedWorld(2).run(save)
+
+
+def test_optimizer_states_that_differ_are_told_as_such(tmp_path):
+    def save(comm):
+        state = {"w": np.ones(3, np.float32), "w.moment1_0": np.full(3, comm.rank, np.float32)}
+        with provoked("saving/replica_checks.py", "to go on from one rank's states, pass check_replicas=") as caught:
+            fc.save_state_dict(state, tmp_path, comm)
+        text = str(caught.value)
+        assert "ranks differ in the optimizer's state moment1_0 of 'w' (key 'w.moment1_0', rank " in text
+        assert "average the gradients over all ranks that hold the parameter" in text and "shard_weight" not in text
+        fc.save_state_dict(state, tmp_path, comm, check_replicas={"w.moment1_0": "first"})
+
+    SimulatedWorld(2).run(save)
+    assert not load(tmp_path, {"w.moment1_0": (3,)})["w.moment1_0"].any()
 
 
 def test_replicas_that_are_parts_are_described_as_parts(tmp_path):
