@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.file_exchange import Making, exchange_files
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.parity import parity_here, plan_rebuilding, write_rebuilt
+from paddle_flexckpt.native.parity import Block, parity_here, plan_rebuilding, write_rebuilt
 from paddle_flexckpt.ranks.communicator import Communicator
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -51,33 +51,51 @@ def rebuild_files(
         CheckpointError: A rank cannot read or write.
     """
     _, answers = comm.together(lambda: (None, json.dumps(parity_here(backend, manifest)).encode()), context)
-    here = [json.loads(answer) for answer in answers]
-    wrong = {name: what for each in here for name, what in each.items() if isinstance(what, str)}
-    readers = dict(zip(manifest.catalog.files, (np.flatnonzero(each).tolist() for each in readable.T)))
-    for name in manifest.parity_files - wrong.keys():
-        readers[name] = [position for position, each in enumerate(here) if name in each]
-    stripes = {tuple(what) for each in here for what in each.values() if not isinstance(what, str)}
-    planned, reasons = plan_rebuilding(manifest, lost, [name for name in readers if readers[name]], stripes, wrong)
+    parity = [json.loads(answer) for answer in answers]
+    readers = {name: np.flatnonzero(each).tolist() for name, each in zip(manifest.catalog.files, readable.T)}
+    planned, reasons = plan_rebuilding(manifest, lost, [name for name in readers if readers[name]], parity)
+    for name in manifest.parity_files:
+        readers[name] = [position for position, each in enumerate(parity) if isinstance(each.get(name), list)]
     # Ranks that see the same files share a directory.
-    places = [(*row.tolist(), *each) for row, each in zip(seen, here)]
-    taken: Counter[object] = Counter()
+    places = [(*row.tolist(), *each) for row, each in zip(seen, parity)]
+    makers = _choose_makers(manifest, planned, readers, seen, places)
+    reasons |= dict.fromkeys(planned.keys() - makers.keys(), "parity can rebuild it only where it is damaged")
     makings = []
-    for number, (name, blocks) in enumerate(planned.items()):
-        sources = {each.file for block in blocks for each in block.sources}
-        has = seen[:, manifest.catalog.files.index(name)]  # a damaged file is left as it is, and rebuilt elsewhere
-        able = sorted({each for file in sources for each in readers[file] if not has[each]})
-        if not able:
-            reasons[name] = "parity can rebuild it only where it is damaged"
-            continue
-        maker = min(able, key=lambda each: (taken[places[each]], taken[each], each))
-        taken.update([places[maker], maker])
-        chosen = {
-            file: comm.ranks[maker if maker in readers[file] else readers[file][number % len(readers[file])]]
-            for file in sources
-        }
-        makings.append(Making(comm.ranks[maker], blocks, chosen, write_rebuilt(backend, manifest, name)))
+    for number, (name, maker) in enumerate(makers.items()):
         if comm.position == 0:
             logger.warning(f"{name} of node {manifest.nodes_of(name)[0]} is lost: it is rebuilt from parity")
+        chosen = {
+            file: comm.ranks[maker if maker in readers[file] else readers[file][number % len(readers[file])]]
+            for file in _sources(planned[name])
+        }
+        output = write_rebuilt(backend, manifest, name)
+        makings.append(Making(comm.ranks[maker], planned[name], chosen, output))
     if makings:
         exchange_files(comm, makings, backend.open, context)
     return reasons
+
+
+def _choose_makers(
+    manifest: Manifest,
+    planned: Mapping[str, Sequence[Block]],
+    readers: Mapping[str, Sequence[int]],
+    seen: np.ndarray,
+    places: Sequence[object],
+) -> dict[str, int]:
+    """Return, by name of a lost file, the position of the rank that rebuilds it: one that sees others of its group.
+
+    Places and ranks take turns. A rank that sees the file damaged leaves it as it is; where all do, none rebuilds it.
+    """
+    taken: Counter[object] = Counter()
+    makers = {}
+    for name, blocks in planned.items():
+        has = seen[:, manifest.catalog.files.index(name)]
+        able = sorted({each for file in _sources(blocks) for each in readers[file] if not has[each]})
+        if able:
+            maker = makers[name] = min(able, key=lambda each: (taken[places[each]], taken[each], each))
+            taken.update([places[maker], maker])
+    return makers
+
+
+def _sources(blocks: Sequence[Block]) -> set[str]:
+    return {each.file for block in blocks for each in block.sources}

@@ -52,8 +52,7 @@ def rebuild_lost_files(paths: Sequence[Location], unique_id: int | None = None, 
         shown = ", ".join(directory.path for directory in directories)
         raise ValidationError(f"no manifest of id {chosen} is in {shown}; ids there: {ids or 'none'}")
     where: dict[str, Backend] = {}
-    wrong: dict[str, str] = {}
-    stripes: set[tuple[int, ...]] = set()
+    parity: list[dict[str, list[int] | str]] = []
     with contextlib.ExitStack() as locks:
         able = [each for each in directories if chosen in each.list_ids()]
         manifests = [locks.enter_context(LockedManifest(each, chosen)) for each in able]
@@ -62,16 +61,12 @@ def rebuild_lost_files(paths: Sequence[Location], unique_id: int | None = None, 
         for directory in directories:
             usable, _ = directory.usable_files(manifest)
             here = [name for name, is_usable in zip(manifest.catalog.files, usable) if is_usable]
-            for name, ranks in parity_here(directory.backend, manifest).items():
-                if isinstance(ranks, str):
-                    wrong[name] = ranks
-                else:
-                    stripes.add(tuple(ranks))
-                    here.append(name)
+            parity.append(parity_here(directory.backend, manifest))
+            here += [name for name, ranks in parity[-1].items() if not isinstance(ranks, str)]
             where.update(dict.fromkeys(here, directory.backend))
             count.update({directory: len(here)} if directory in count else {})
         lost = [name for name in manifest.catalog.files if name not in where]
-        planned, reasons = plan_rebuilding(manifest, lost, where, stripes, wrong)
+        planned, reasons = plan_rebuilding(manifest, lost, where, parity)
         makings, rebuilt = [], {}
         for name, blocks in planned.items():
             target = min(count, key=count.__getitem__)

@@ -279,30 +279,32 @@ def plan_rebuilding(
     manifest: Manifest,
     lost: Sequence[str],
     readable: Collection[str],
-    stripes: Collection[tuple[int, ...]],
-    wrong: Mapping[str, str],
+    parity: Sequence[Mapping[str, list[int] | str]],
 ) -> tuple[dict[str, list[Block]], dict[str, str]]:
     """Return the blocks of lost data files that can be rebuilt; and by name of others, the reason.
 
     Args:
         manifest: The checkpoint.
         lost: The lost data files.
-        readable: The data files and parity files that can be read.
-        stripes: The ranks of each stripe that has a parity file that can be read.
-        wrong: By name, what is wrong with parity files that cannot be used.
+        readable: The data files that can be read.
+        parity: Of each place from which files are read, its :func:`parity_here`.
     """
+    stripes = {name: what for each in parity for name, what in each.items() if not isinstance(what, str)}
+    wrong = {name: what for each in parity for name, what in each.items() if isinstance(what, str)}
+    wrong = {name: wrong[name] for name in wrong.keys() - stripes.keys()}
+    usable = {*readable, *stripes}
     planned, reasons = {}, {}
     for name in lost:
-        ranks = next((each for each in stripes if rank_of(name) in each), None)
+        ranks = next((each for each in stripes.values() if rank_of(name) in each), None)
         if ranks is None:
-            reasons[name] = "; ".join(["no parity file of its group can be read", *wrong.values()])
+            reasons[name] = "; ".join(["no parity file of its group can be read", *sorted(wrong.values())])
             continue
-        planned[name] = stripe_of(manifest, ranks).data(ranks.index(rank_of(name)))
-        needed = {each.file for block in planned[name] for each in block.sources}
-        missing = sorted(needed.difference(readable))
-        if missing:
-            del planned[name]
-            nodes = sorted({node for file in missing for node in manifest.nodes_of(file)})
-            files = listed([wrong.get(file, file) for file in missing])
-            reasons[name] = f"parity cannot rebuild it without {files} of node {' and '.join(nodes)}"
+        blocks = stripe_of(manifest, ranks).data(ranks.index(rank_of(name)))
+        missing = sorted({each.file for block in blocks for each in block.sources} - usable)
+        if not missing:
+            planned[name] = blocks
+            continue
+        nodes = sorted({node for file in missing for node in manifest.nodes_of(file)})
+        files = listed([wrong.get(file, file) for file in missing])
+        reasons[name] = f"parity cannot rebuild it without {files} of node {' and '.join(nodes)}"
     return planned, reasons

@@ -102,6 +102,20 @@ def test_damage_is_found_by_verify_and_never_used(nodes, capsys):
     assert not any("parity" in each.what for path in nodes for each in verify_checkpoint(path).problems)
 
 
+def test_a_copy_of_a_parity_file_that_is_cut_off_does_no_harm(nodes, tmp_path):
+    a, b, c, d = nodes
+    lose(d)
+    copy = str(tmp_path / "copy of b")
+    shutil.copytree(b, copy)
+    os.truncate(os.path.join(copy, data_file(a, 2).replace(".safetensors", ".parity")), 500)
+    for order in ([b, copy], [copy, b]):
+        found = rebuild_lost_files([a, *order, c], dry_run=True)
+        assert not found.reasons and {*found.rebuilt} == {data_file(a, 6), data_file(a, 7)}
+    lose(c)
+    found = rebuild_lost_files([a, b, copy])
+    assert found.reasons and not any("has 500 bytes" in reason for reason in found.reasons.values())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -171,6 +171,15 @@ def test_a_parity_file_that_is_cut_off_is_not_used_and_named(saved):
     assert f"{b}/{parity_of(a, 2)} has 500 bytes; expected" in text
 
 
+def test_a_parity_file_that_one_rank_sees_cut_off_is_read_by_another(saved, tmp_path):
+    a, b, c, d = saved
+    lose(d)
+    copy = str(tmp_path / "copy of b")
+    shutil.copytree(b, copy)
+    os.truncate(os.path.join(copy, parity_of(a, 2)), 500)
+    assert load([copy, a, b, c])[1] == 1
+
+
 def test_parity_of_another_save_is_not_used(saved):
     """Its name is right, its token is not: somebody has renamed it."""
     a, b, c, d = saved
