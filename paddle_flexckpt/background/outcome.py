@@ -97,7 +97,11 @@ def commit_on_nodes(
         outcome.seconds["write"] = time.perf_counter() - begin
         save.run(save.merge(parts), outcome.warnings)
     except LostRankError as error:
-        outcome.failure = _end_after_loss(job, directory, save, error)
+        if save.is_published:
+            text = f"the save is complete, but files that it does not need may be left: {error}"
+            outcome.warnings.append(text)
+        else:
+            outcome.failure = _end_after_loss(job, directory, save, error)
     except CheckpointError as error:
         outcome.failure = Failure.of(error)
         save.discard()
@@ -108,17 +112,16 @@ def commit_on_nodes(
 
 
 def _end_after_loss(job: WriteJob, directory: NodeDirectory, save: NodeCommit, error: LostRankError) -> Failure | None:
-    """Return the outcome of a save to nodes whose members have lost one.
+    """Return the outcome of a save to nodes that has lost a member before it knew that all have published.
 
-    If all nodes had prepared it, this one may have published it, and then it exists.
+    If all nodes had prepared it, some may have published it. It has failed on all ranks then, wherever they look.
     """
     if isinstance(error, LostCoordinatorError):
         return look_for_manifest(job, directory)
-    if not save.is_prepared:
-        save.lose_rank()
-        return Failure.of(error)
-    is_unknown = look_for_manifest(job, directory) is not None
-    return Failure(LostRankError.__name__, (f"{SOME_PUBLISHED}: {error}",)) if is_unknown else None
+    if save.is_prepared:
+        return Failure(LostRankError.__name__, (f"{SOME_PUBLISHED}: {error}",))
+    save.lose_rank()
+    return Failure.of(error)
 
 
 def _write(group: WriterGroup, save: GroupSave, write: Callable[[GroupSave], Manifest]) -> dict[int, bytes]:
@@ -144,21 +147,28 @@ def find_outcome(job: WriteJob, directory: SaveDirectory, end_of_writer: str) ->
         directory: The directory of the save.
         end_of_writer: The way the writer has ended.
     """
-    if not job.is_coordinator:
-        answer = ask_outcome(job.addresses[job.coordinator_position], bytes.fromhex(job.names.token), job.timeout)
-        if answer is not None:
-            return Failure.decode(answer) if answer else None
+    ends = time.monotonic() + job.timeout
+    # After a save to nodes, others know more than the directory of this one.
+    committers = () if job.layout is None else (members[0] for members in job.layout.nodes)
+    for position in dict.fromkeys((job.coordinator_position, *committers)):
+        if position != job.position:
+            left = max(0.0, ends - time.monotonic())
+            answer = ask_outcome(job.addresses[position], bytes.fromhex(job.names.token), left)
+            if answer is not None:
+                return Failure.decode(answer) if answer else None
     return look_for_manifest(job, directory, end_of_writer)
 
 
 def look_for_manifest(job: WriteJob, directory: SaveDirectory, end_of_writer: str = "") -> Failure | None:
     """Return the outcome of a save whose coordinator's writer has died, or does not answer.
 
-    If the manifest is there, it is made durable, and the save is committed. ``end_of_writer`` is the way the writer has
-    ended, if that is known.
+    If the manifest is there, it is made durable, and the save is committed; on one of several nodes only if its marker
+    has gone too, which stays until all nodes have published. ``end_of_writer`` is the way the writer has ended, if that
+    is known.
     """
+    has_others = job.layout is not None and len(job.layout.nodes) > 1
     try:
-        if directory.is_committed(job.names):
+        if directory.is_committed(job.names) and not (has_others and directory.sees(job.names)):
             directory.backend.sync()  # the coordinator may not have come to the commit yet
             return None
     except OSError as error:

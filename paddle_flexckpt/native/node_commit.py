@@ -78,6 +78,7 @@ class NodeCommit:
         names: The names of the save's files, the same on every node.
         layout: The nodes.
         is_prepared: Whether all nodes have prepared the save, so that any may have published it.
+        is_published: Whether all nodes have published it.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class NodeCommit:
         """Take the members, the node's directory, the save's names, the nodes, and the beginning of errors' texts."""
         self.directory, self.names, self.layout = directory, names, layout
         self._comm, self._context = comm, context
-        self.is_prepared = False
+        self.is_prepared = self.is_published = False
         # Whether this member may remove files here: not while a node may have published this save.
         self._is_removable = True
 
@@ -154,6 +155,7 @@ class NodeCommit:
         self.is_prepared = True
         try:
             self._on_nodes(publish, f"{context}: {SOME_PUBLISHED}" if context else SOME_PUBLISHED)
+            self.is_published = True
             self._on_nodes(finish, context)
         finally:
             for lock in filter(None, replaced):

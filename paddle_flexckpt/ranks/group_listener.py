@@ -220,7 +220,7 @@ def greet(address: str, token: bytes, position: int, timeout: float) -> socket.s
 
 
 def ask_outcome(address: str, token: bytes, timeout: float) -> bytes | None:
-    """Return the outcome of a save from the coordinator's writer; None if that has died or does not answer in time."""
+    """Return the outcome of a save from another rank's writer; None if that has died or does not answer in time."""
     deadline, answer = time.monotonic() + timeout, IncomingMessage([FAREWELL], PAYLOADS)
     try:
         with greet(address, token, _ASKS, timeout) as connection:

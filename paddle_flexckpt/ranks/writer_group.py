@@ -118,9 +118,8 @@ class WriterGroup(Communicator):
         return self.position == self._coordinator
 
     def close(self, outcome: bytes = b"") -> None:
-        """Leave the group. On the coordinator ``outcome`` is sent to all who ask for it."""
-        if self._leads:
-            self._listener.end(self._token, outcome, str(self._lost or ""))
+        """Leave the group. The ``outcome`` is sent to all who ask this member for it."""
+        self._listener.end(self._token, outcome, str(self._lost or ""))
         for link in self._links.values():
             hang_up(link.connection)
         self._links = {}

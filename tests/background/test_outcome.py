@@ -97,13 +97,13 @@ class Save:
     ``acts`` has what a writer does and when, by position; ``refusals`` why a share was not handed over.
     """
 
+    moments = MOMENTS
+
     def __init__(self, path: Path, size: int, coordinator: int = 0, timeout: float = PATIENCE_SECONDS) -> None:
         self.path = str(path)
         save_alone(path, 0)
         self.names = open_to_save(self.path).open_save(0, size)
-        self._sockets = [open_presence() for _ in range(size)]
-        self._secrets = [os.urandom(16) for _ in range(size)]
-        addresses = tuple(map(address_of, self._sockets, self._secrets))
+        addresses = self._open_sockets(size)
         self.jobs = [
             WriteJob(
                 self.path, {}, None, self.names, items_of([whole(f"w{rank}", "float32", (9,), rank)],
@@ -111,8 +111,13 @@ class Save:
             )
             for rank in range(size)
         ]  # fmt: skip
+
+    def _open_sockets(self, size: int) -> tuple[str, ...]:
         self.pids: list[int] = []
         self._pipes: list[Any] = []
+        self._sockets = [open_presence() for _ in range(size)]
+        self._secrets = [os.urandom(16) for _ in range(size)]
+        return tuple(map(address_of, self._sockets, self._secrets))
 
     def start(
         self,
@@ -140,16 +145,19 @@ class Save:
             each.close()
         if act and act[0] == "comes":
             act[1]()
-        job, directory = self.jobs[position], open_to_save(self.path)
+        job, directory = self.jobs[position], open_to_save(self.jobs[position].path)
         listener = GroupListener(self._sockets[position], self._secrets[position])
         group = join_group(job, listener)
         prepare(position, directory)
         if act and act[0] != "comes":
             once = iter([act[1]])
-            MOMENTS[act[0]](lambda: next(once, lambda: None)(), group, directory)
-        data = np.arange(9, dtype=np.float32).view(np.uint8)
-        pipe.send(save_together(job, directory, group, functools.partial(write_share, job, data, None, None), refusal))
+            self.moments[act[0]](lambda: next(once, lambda: None)(), group, directory)
+        pipe.send(self.carry_out(job, directory, group, refusal))
         listener.await_readable(pipe)  # until the test is over: a writer lives longer than its save
+
+    def carry_out(self, job: WriteJob, directory: SaveDirectory, group: WriterGroup, refusal: str) -> Outcome:
+        data = np.arange(9, dtype=np.float32).view(np.uint8)
+        return save_together(job, directory, group, functools.partial(write_share, job, data, None, None), refusal)
 
     def await_stop(self, position: int) -> None:
         found = os.waitid(os.P_PID, self.pids[position], os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -164,7 +172,8 @@ class Save:
         try:
             return self._pipes[position].recv()
         except EOFError:
-            return Outcome(find_outcome(self.jobs[position], open_to_save(self.path), "the writer was killed"))
+            job = self.jobs[position]
+            return Outcome(find_outcome(job, open_to_save(job.path), "the writer was killed"))
 
     def text(self, positions: Iterable[int] | None = None) -> str | None:
         """The text that all of these have of why the save failed."""

@@ -162,6 +162,17 @@ class NodeLedger(Ledger):
                 del self.committed[number]
         self._owners = {path: key for path, key in self._owners.items() if path.rpartition("/")[0] != directory}
 
+    def reported(self, version: int, script: Script, error: str | None) -> None:
+        """Note that a rank was told how its save has ended: done means that all nodes have published it."""
+        super().reported(version, script, error)
+        known = [each for each in self.committed.values() if each.attempt is self.attempts[version]]
+        if error is None and known and not self.lost:
+            places = sum(path.endswith(".manifest") for path in known[0].files)
+            if places < len(script.job.on_nodes):
+                self.violate(
+                    "what was reported done is there", f"only {places} nodes have published {known[0].attempt}"
+                )
+
     def found_nothing(self, script: Script) -> None:
         """Note that a rank was told that there is no checkpoint."""
         self._check_newest(script, -1.0, "nothing")
@@ -307,9 +318,6 @@ class NodeLedger(Ledger):
                 continue
             there = self.committed.get(number)
             lost = sorted({*known.files} - {*(there.files if there is not None else ())})
-            if self._scenario.is_async and len(known.attempt.outcomes) < known.attempt.size:
-                # Who has lost the coordinator's writer knows that one node has published it, and no more.
-                lost = [path for path in lost if not path.endswith(".manifest")]
             if there is None or there.attempt.begun < known.attempt.begun or (there.attempt is known.attempt and lost):
                 self.violate("what was reported done is there", f"{known.attempt} has lost {lost} with the power")
 

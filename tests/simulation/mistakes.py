@@ -397,6 +397,12 @@ MISTAKES = {
             can_show=lambda case: _saves_to_nodes(case) and case.scenario.is_async,
         ),
         Mistake(
+            "node-own-manifest",
+            "a writer that has lost another counts a save as done that its own node has published",
+            {"background.outcome:_end_after_loss": wrong.own_node_decides},
+            can_show=lambda case: _saves_to_nodes(case) and case.scenario.is_async,
+        ),
+        Mistake(
             "parity-another-save",
             "a lost file is rebuilt from parity of another save",
             {"loading.rebuilding:exchange_files": wrong.parity_of_another_save},
