@@ -242,12 +242,8 @@ def _find_rebuildable(comm: Communicator, directory: CheckpointDirectory, found:
 
     look = functools.partial(parity_here, directory.backend, manifest)
     _, answers = comm.together(lambda: (None, json.dumps(look()).encode()), context)
-    here = [(name, what) for answer in answers for name, what in json.loads(answer).items()]
-    wrong = {name: what for name, what in here if isinstance(what, str)}
-    stripes = {tuple(what) for _, what in here if not isinstance(what, str)}
     seen = [name for name, ranks in zip(manifest.catalog.files, found.seen.T) if ranks.any()]
-    readable = {*seen, *(name for name, _ in here)} - wrong.keys()
-    planned, reasons = plan_rebuilding(manifest, lost, readable, stripes, wrong)
+    planned, reasons = plan_rebuilding(manifest, lost, seen, [json.loads(answer) for answer in answers])
     return found._replace(can_rebuild=frozenset(planned), not_rebuilt=reasons)
 
 
