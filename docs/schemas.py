@@ -23,7 +23,7 @@ from paddle_flexckpt.report import Report
 
 OUTPUT = Path(__file__).resolve().parent / "schemas"
 #: Rooms in which reports are defined; none of them needs Paddle.
-ROOMS = ("report", "transfer", "tools", "cli", "rollout")
+ROOMS = ("report", "transfer", "tools", "cli", "rollout.push_reports")
 NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}
 PLAIN: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from paddle_flexckpt.catalog import (
         CheckpointError,
         CorruptCheckpointError,
+        EngineError,
+        EngineLostError,
         LostRankError,
         UnreadableCheckpointError,
         ValidationError,
@@ -143,6 +145,8 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "catalog": (
             "CheckpointError",
             "CorruptCheckpointError",
+            "EngineError",
+            "EngineLostError",
             "LostRankError",
             "UnreadableCheckpointError",
             "ValidationError",

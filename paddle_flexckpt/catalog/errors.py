@@ -94,6 +94,14 @@ class LostRankError(CheckpointError):
     """The loss of a rank (killed, crashed, cut off) while the others were waiting for it."""
 
 
+class EngineError(CheckpointError):
+    """An error of a serving engine that cannot be reached, or that refused weights; it has the version it had."""
+
+
+class EngineLostError(CheckpointError):
+    """An error of a serving engine that holds no version as a whole: it is paused, and has to be started again."""
+
+
 class StoppedExchangeError(CheckpointError):
     """The end of a connection by which ranks send each other data, mostly because another rank failed.
 
@@ -169,6 +177,8 @@ _KINDS: dict[str, type[CheckpointError]] = {
         UnreadableCheckpointError,
         NotDurableError,
         LostRankError,
+        EngineError,
+        EngineLostError,
         StoppedExchangeError,
         UnsafePickleError,
         ValidationError,

@@ -77,7 +77,7 @@ class PushedWeights:
         """Describe the model on all ranks, and compare replicas. One collective, or two; errors as of a reshard."""
         self._comm, self._context = comm, context
         self._live = LiveModel(comm, lambda: state_dict, describe_call, context, options)
-        self._layout = state_fingerprint(state_dict)
+        self._layout = state_fingerprint(state_dict, same_tensors=False)
         if not self._live.is_compared:
             _, answers = comm.together(lambda: (None, join(self._live.replica_digests())), context)
             self._live.compare(*zip(*map(split, answers)))
@@ -131,7 +131,7 @@ class PushedWeights:
 
     def is_unchanged(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether a model is made of the same tensors in the same memory. This rank alone looks."""
-        return self._layout == state_fingerprint(state_dict)
+        return self._layout == state_fingerprint(state_dict, same_tensors=False)
 
     def renew(self) -> bool:
         """Prepare to read new values; return whether the plan still holds. One collective, if there are replicas."""

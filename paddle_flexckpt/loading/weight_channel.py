@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, EngineError, ValidationError
 from paddle_flexckpt.catalog.wire import split
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.loading.peers import ReshardOptions
 from paddle_flexckpt.loading.pushed_weights import PushedWeights
 from paddle_flexckpt.overlaps import finish_steps
-from paddle_flexckpt.rollout.engine_client import TIMEOUT_SECONDS, EngineClient, EngineError, refuse
+from paddle_flexckpt.rollout.engine_client import TIMEOUT_SECONDS, EngineClient, refuse
 from paddle_flexckpt.rollout.push_reports import ComparedWeightsReport, PushReport
 from paddle_flexckpt.rollout.receiver import SECRET, RemoteSink
 from paddle_flexckpt.rollout.segment import DIRECTORY, LocalSink, SegmentDirectory, SegmentNames, Sink
@@ -337,6 +337,7 @@ class WeightChannel:
 
     def _finish(self, sent: _Sent) -> PushReport:
         """Wait for the engine, with the other ranks."""
+        self._pending = None
 
         def outcome() -> tuple[None, bytes]:
             return None, b"" if sent.switch is None else json.dumps(sent.switch.result()).encode()

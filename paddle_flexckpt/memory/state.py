@@ -296,8 +296,10 @@ def _suspect_names(names: Collection[str]) -> set[str]:
     return {name for name in names if not name or _SUSPECT.search(name)}
 
 
-def state_fingerprint(state_dict: Mapping[str, Any]) -> list[Any]:
+def state_fingerprint(state_dict: Mapping[str, Any], same_tensors: bool = True) -> list[Any]:
     """Return a value that is equal for two states with the same shards, of the same tensors, in the same memory.
+
+    With ``same_tensors=False`` other objects may stand for the same memory, while the caller holds one of the states.
 
     It takes a few microseconds a tensor, without a call for each: nothing is checked.
     """
@@ -315,21 +317,22 @@ def state_fingerprint(state_dict: Mapping[str, Any]) -> list[Any]:
             column = list(map(attrgetter(name), alike))
             if set(map(type, column)) != {tuple}:
                 layout.append(list(map(tuple, column)))  # lists could be changed in place
-        layout.append(_memory([getattr(shard, "dist_tensor", None) for shard in alike], kinds))
+        layout.append(_memory([getattr(shard, "dist_tensor", None) for shard in alike], kinds, same_tensors))
     tensors = [value.local_tensor if kinds[type(value)] == _SHARD else value for value in flat.values()]
-    return [*layout, _memory(tensors, kinds)]
+    return [*layout, _memory(tensors, kinds, same_tensors)]
 
 
-def _memory(tensors: Collection[Any], kinds: Mapping[type, int]) -> list[tuple[Any, ...]]:
+def _memory(tensors: Collection[Any], kinds: Mapping[type, int], same_tensors: bool) -> list[tuple[Any, ...]]:
     """Return the identities of these tensors, and the addresses of their elements; ``kinds`` has their types' kinds."""
     found: list[tuple[Any, ...]] = []
     for tensor in tensors:
-        kind = kinds.get(type(tensor), _OTHER)
+        kind, identity = kinds.get(type(tensor), _OTHER), id(tensor) if same_tensors else None
         if kind == _ARRAY:
-            found.append((id(tensor), tensor.__array_interface__["data"], tensor.shape, tensor.strides, tensor.dtype))
+            found.append((identity, tensor.__array_interface__["data"], tensor.shape, tensor.strides, tensor.dtype))
         elif kind == _TENSOR and not tensor.is_dist():
             place = (tensor.data_ptr(), tensor.strides, tensor.shape) if tensor._is_initialized() else tensor.shape
-            found.append((id(tensor), place, tensor.dtype, tensor.name, getattr(tensor, "is_distributed", None)))
+            name = tensor.name if same_tensors else None
+            found.append((identity, place, tensor.dtype, name, getattr(tensor, "is_distributed", None)))
         elif tensor is None:
             found.append(())
         else:

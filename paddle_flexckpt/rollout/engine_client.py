@@ -12,18 +12,10 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import EngineError, EngineLostError
 
 PROTOCOL = 1
 TIMEOUT_SECONDS = 600.0
-
-
-class EngineError(CheckpointError):
-    """An engine that cannot be reached, or that refused; it serves the version it had."""
-
-
-class EngineLostError(CheckpointError):
-    """An engine whose weights are not known any more: it has to be started again."""
 
 
 class EngineClient:

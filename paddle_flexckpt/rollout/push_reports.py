@@ -1,4 +1,7 @@
-"""Reports of a channel to an engine: of a push, and of a comparison."""
+"""Reports of a channel to an engine: of a push, and of a comparison.
+
+Tested in tests/rollout/test_channel.py.
+"""
 
 from __future__ import annotations
 

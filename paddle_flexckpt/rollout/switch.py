@@ -15,8 +15,9 @@ import sys
 import time
 from typing import Any
 
-from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.rollout.engine_client import EngineClient, EngineError, EngineLostError, failures, lost, refuse
+from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
+from paddle_flexckpt.catalog.errors import without_remedy
+from paddle_flexckpt.rollout.engine_client import EngineClient, failures, lost, refuse
 
 
 def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
@@ -62,7 +63,13 @@ def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
     # The version is served from here on; ranks that do not answer keep the memory of the one before.
     with contextlib.suppress(EngineError):
         released = all(each["ok"] and each.get("released") is True for each in engine.workers("flex_accept", version))
-    engine.resume()
+    try:
+        engine.resume()
+    except EngineError as error:
+        raise EngineError(
+            f"{engine.url}: all ranks have loaded version {version}, and the engine is still paused: "
+            f"{without_remedy(error)}. Remedy (FC952): push again, which resumes it"
+        ) from error
     seconds = {"stage": paused - begin, "pause": time.perf_counter() - paused}
     return {"released": released, "seconds": seconds}
 
@@ -91,7 +98,7 @@ def _roll_back(engine: EngineClient, error: EngineError) -> None:
     except EngineError as second:
         failed = str(second)
     if failed:
-        raise lost(engine.url, f"{error}; and it could not be undone: {failed}") from error
+        raise lost(engine.url, f"{without_remedy(error)}; and it could not be undone: {failed}") from error
 
 
 class SwitchProcess:
