@@ -202,8 +202,10 @@ class PushedWeights:
             copy, step = self._pieces.copy(piece).in_target_order(), PART_BYTES // dtype.itemsize
             for start in range(0, copy.size, step):
                 for part in copy.part(start, min(start + step, copy.size)):
-                    values = np.empty(part.extents, dtype=dtype)
-                    assign(values, read_values(storage, part).reshape(part.extents), row)
+                    values = read_values(storage, part).reshape(part.extents)
+                    if values.dtype != dtype or not values.flags.c_contiguous:
+                        read, values = values, np.empty(part.extents, dtype=dtype)
+                        assign(values, read, row)
                     yield Part(self.file.names[row], part.target_base, part.extents, part.target_strides, values)
 
     def _computed(self) -> Iterator[list[Part]]:

@@ -19,7 +19,7 @@ import socket
 import socketserver
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 import xxhash
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.rollout.segment import DIRECTORY, ELEMENTS, LocalSink, Region, SegmentDirectory, SegmentNames
+from paddle_flexckpt.rollout.segment import DIRECTORY, ELEMENTS, Region, SegmentDirectory, SegmentNames
 
 PROTOCOL = 1
 PORT = 29555
@@ -44,13 +44,16 @@ _FRAME = struct.Struct("<BBQ16s")
 def _read(connection: socket.socket, nbytes: int) -> bytearray:
     """Return the next bytes; raises EOFError if the other side has closed the connection."""
     data = bytearray(nbytes)
-    left = memoryview(data)
+    _fill(connection, memoryview(data))
+    return data
+
+
+def _fill(connection: socket.socket, left: memoryview) -> None:
     while left:
         got = connection.recv_into(left)
         if not got:
             raise EOFError("the connection was closed")
         left = left[got:]
-    return data
 
 
 def _send_text(connection: socket.socket, value: Mapping[str, Any]) -> None:
@@ -208,7 +211,7 @@ class Receiver:
         connection.settimeout(SILENCE_SECONDS)
         try:
             memory = self._open(connection)
-            written = _receive(connection, LocalSink(memory).write, len(memory))
+            written = _receive(connection, memory)
             _send_text(connection, {"written": written})
         except (EOFError, ConnectionError, TimeoutError):
             return  # the sender died, and says so itself if it lives
@@ -239,9 +242,9 @@ class Receiver:
         return memory
 
 
-def _receive(connection: socket.socket, write: Callable[[Region, np.ndarray], None], size: int) -> int:
+def _receive(connection: socket.socket, memory: np.ndarray) -> int:
     """Write frames until the last one; return the bytes."""
-    written, buffer = 0, bytearray()
+    written = 0
     while True:
         itemsize, axes, base, digest = _FRAME.unpack(_read(connection, _FRAME.size))
         if itemsize == 0:
@@ -249,20 +252,16 @@ def _receive(connection: socket.socket, write: Callable[[Region, np.ndarray], No
         if itemsize not in ELEMENTS or axes > MAX_AXES:
             raise ValueError(f"a region of {axes} axes, with elements of {itemsize} bytes")
         numbers = struct.unpack(f"<{2 * axes}q", _read(connection, 16 * axes))
-        extents, strides = numbers[:axes], numbers[axes:]
+        extents = numbers[:axes]
         nbytes = itemsize * math.prod(extents)
-        if min(numbers, default=0) < 0 or not 0 < nbytes <= min(MAX_FRAME, size):
+        if min(numbers, default=0) < 0 or not 0 < nbytes <= min(MAX_FRAME, len(memory)):
             raise ValueError(f"a region of {extents} elements")
-        if len(buffer) < nbytes:
-            buffer = bytearray(nbytes)
-        left = memoryview(buffer)[:nbytes]
-        while left:
-            got = connection.recv_into(left)
-            if not got:
-                raise EOFError("the connection was closed")
-            left = left[got:]
-        values = np.frombuffer(buffer, np.uint8, nbytes)
+        place = Region(base, extents, numbers[axes:], itemsize).of(memory)
+        # Nobody reads a segment before it is complete: bytes may arrive in their place before they are compared.
+        values = place if place.flags.c_contiguous else np.empty(extents, place.dtype)
+        _fill(connection, memoryview(values.reshape(-1).view(np.uint8)))
         if xxhash.xxh3_128_digest(values) != digest:
             raise ValueError("bytes changed on their way")
-        write(Region(base, extents, strides, itemsize), values)
+        if values is not place:
+            place[...] = values
         written += nbytes
