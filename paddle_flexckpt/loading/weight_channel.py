@@ -15,9 +15,9 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -25,6 +25,7 @@ from paddle_flexckpt.catalog import CheckpointError, EngineError, ValidationErro
 from paddle_flexckpt.catalog.wire import split
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.loading.peers import ReshardOptions
+from paddle_flexckpt.loading.push_handles import TOKEN_BYTES, VERSION_BYTES, Notice, PushHandle, Sent
 from paddle_flexckpt.loading.pushed_weights import PushedWeights
 from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.rollout.engine_client import TIMEOUT_SECONDS, EngineClient, refuse
@@ -32,13 +33,8 @@ from paddle_flexckpt.rollout.push_reports import ComparedWeightsReport, PushRepo
 from paddle_flexckpt.rollout.receiver import SECRET, RemoteSink
 from paddle_flexckpt.rollout.segment import DIRECTORY, LocalSink, SegmentDirectory, SegmentNames, Sink
 from paddle_flexckpt.rollout.switch import SwitchProcess
-from paddle_flexckpt.transfer.agreement import BRIEF_PUSH, check_calls, check_coordinator
+from paddle_flexckpt.transfer.agreement import check_calls, check_coordinator
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, StatementOptions, rule, same_on_all_ranks, takes
-from paddle_flexckpt.transfer.plan_cache import encode_short
-
-TOKEN_BYTES = 6
-VERSION_BYTES = 8
-_NOTHING = "00" * TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -65,81 +61,6 @@ class ChannelOptions(StatementOptions):
     check_replicas: bool = field(default=True, metadata=rule(choices=(True, False)))
     offload: bool = False
     timeout: float = TIMEOUT_SECONDS
-
-
-class _Notice(NamedTuple):
-    """One rank's message at the beginning of a push, of at most 64 bytes; the tokens are the coordinator's."""
-
-    is_unchanged: bool
-    version: bytes
-    token: str = ""
-    recycled: str = ""
-    kept: str = ""
-
-    def encode(self) -> bytes:
-        tokens = [bytes.fromhex(each or _NOTHING) for each in (self.token, self.recycled, self.kept)]
-        return encode_short(BRIEF_PUSH, self.version, bytes([self.is_unchanged, *b"".join(tokens)]))
-
-    @classmethod
-    def decode(cls, message: bytes) -> _Notice:
-        rest = split(message)[0][len(BRIEF_PUSH) :]
-        version, flag, tokens = rest[:VERSION_BYTES], rest[VERSION_BYTES], rest[VERSION_BYTES + 1 :].hex()
-        step = len(_NOTHING)
-        return cls(bool(flag), version, *(tokens[i : i + step].replace(_NOTHING, "") for i in range(0, 3 * step, step)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Sent:
-    """A version whose bytes are written.
-
-    Attributes:
-        version: Its name.
-        names: Its segment, and others of the channel.
-        written: Bytes of tensors that this rank wrote.
-        planned: Whether it was planned anew.
-        switch: The process that switches the engine; the coordinator's.
-        begin: When the push began.
-        seconds: From then until everything was written.
-    """
-
-    version: str
-    names: SegmentNames
-    written: int
-    planned: bool
-    switch: SwitchProcess | None
-    begin: float
-    seconds: float
-
-
-class PushHandle:
-    """A push under way: the weights are written, and the engine takes them."""
-
-    def __init__(self, finish: Callable[[], PushReport], look: Callable[[], bool]) -> None:
-        """Made by :meth:`WeightChannel.push`."""
-        self._finish, self._look = finish, look
-        self._outcome: PushReport | CheckpointError | None = None
-
-    def is_done(self) -> bool:
-        """Return whether the engine has switched, or refused. The coordinator alone knows before :meth:`result`."""
-        return self._outcome is not None or self._look()
-
-    def result(self) -> PushReport:
-        """Wait for the engine. Every rank calls this.
-
-        Returns:
-            The report.
-
-        Raises:
-            CheckpointError: The engine refused: it serves the version it had.
-        """
-        if self._outcome is None:
-            try:
-                self._outcome = self._finish()
-            except CheckpointError as error:
-                self._outcome = error
-        if isinstance(self._outcome, CheckpointError):
-            raise self._outcome
-        return self._outcome
 
 
 class WeightChannel:
@@ -218,7 +139,7 @@ class WeightChannel:
                 switch.stop()
             self._drop(names)
             raise
-        sent = _Sent(name, names, written, not keeps, switch, begin, time.perf_counter() - begin)
+        sent = Sent(name, names, written, not keeps, switch, begin, time.perf_counter() - begin)
         if switch is not None:
             switch.begin(name, self._path)
         self._pending = PushHandle(
@@ -240,22 +161,23 @@ class WeightChannel:
         unchanged = self._weights is not None and self._weights.is_unchanged(state)
         digest = hashlib.sha256(version.encode()).digest()[:VERSION_BYTES]
         if not self._leads:
-            return state, _Notice(unchanged, digest).encode()
+            return state, Notice(unchanged, digest).encode()
         states = self._engine.status()
         place = str(states[0].get("place"))
         if any(each.get("place") != place for each in states):
             raise EngineError(f"{self._url}: the engine's ranks are on several machines, which is not supported")
-        if any(each.get("version") != self._version for each in states):
+        file = SegmentNames(self._channel, self._current, "", (), 0, False).file(self._current)
+        if any(file not in each.get("segments", ()) for each in states):
             self._current = self._spare = ""  # the engine was started again, or another trainer has pushed
         unchanged, self._place = unchanged and place == self._place, place
         # It is used once: after a push that fails, nobody knows what is in it.
         recycled, self._spare = self._spare, ""
-        return state, _Notice(unchanged, digest, secrets.token_hex(TOKEN_BYTES), recycled, self._current).encode()
+        return state, Notice(unchanged, digest, secrets.token_hex(TOKEN_BYTES), recycled, self._current).encode()
 
-    def _agreed(self, answers: list[bytes]) -> list[_Notice]:
+    def _agreed(self, answers: list[bytes]) -> list[Notice]:
         """Return what ranks have said; raise if they are in different calls, or push different versions."""
         check_calls([split(answer)[0] if answer else b"" for answer in answers], self._context, self._comm.ranks)
-        notices = [_Notice.decode(answer) for answer in answers]
+        notices = [Notice.decode(answer) for answer in answers]
         if len({each.version for each in notices}) > 1:
             remedy = "Remedy (FC502): push the same version on every rank"
             raise ValidationError([f"ranks push different versions. {remedy}"], self._context)
@@ -335,7 +257,7 @@ class WeightChannel:
         self._comm.together(finish, self._context)
         return written
 
-    def _finish(self, sent: _Sent) -> PushReport:
+    def _finish(self, sent: Sent) -> PushReport:
         """Wait for the engine, with the other ranks."""
         self._pending = None
 
@@ -421,10 +343,11 @@ class WeightChannel:
         return _compared(self._url, self._version, pushed.keys, json.loads(outcomes[self._options.coordinator_rank]))
 
     def close(self) -> None:
-        """Wait for a push under way, and unmap the segments. Those that the engine uses stay."""
+        """Wait for a push under way, and release shared memory, but what the engine uses."""
         self._finish_pending()
-        self._directory.forget()
-        self._weights = None
+        if self._weights is not None:
+            self._drop(SegmentNames(self._channel, "", "", (self._current,), 0, self._leads_files))
+        self._weights, self._spare = None, ""
 
 
 def _state_of(model: Any) -> Mapping[str, Any]:

@@ -101,6 +101,17 @@ def _roll_back(engine: EngineClient, error: EngineError) -> None:
         raise lost(engine.url, f"{without_remedy(error)}; and it could not be undone: {failed}") from error
 
 
+# Signals to the job's process group do not stop it; it is not started by -m, as the job may have changed its path.
+_BOOT = """
+import json, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+sys.path[:] = json.loads(sys.argv[1])
+from paddle_flexckpt.rollout.switch import main
+main()
+"""
+
+
 class SwitchProcess:
     """A process that waits for a request to switch, and carries it out."""
 
@@ -108,7 +119,7 @@ class SwitchProcess:
         """Start it, in a session of its own, which signals for this job do not reach."""
         self._request = {"url": url, "timeout": timeout}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paddle_flexckpt.rollout.switch"],
+            [sys.executable, "-c", _BOOT, json.dumps(list(map(str, sys.path)))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -118,7 +129,8 @@ class SwitchProcess:
         """Send the request."""
         pipe = self._process.stdin
         if pipe is not None:
-            pipe.write(json.dumps({**self._request, "version": version, "path": path}).encode())
+            # A line: the end of the pipe would not arrive while a process that was forked meanwhile holds it too.
+            pipe.write(json.dumps({**self._request, "version": version, "path": path}).encode() + b"\n")
             pipe.close()
 
     def is_done(self) -> bool:
@@ -127,7 +139,7 @@ class SwitchProcess:
 
     def result(self) -> dict[str, Any]:
         """Wait for the end, and return what :func:`switch` has returned; raises what it has raised."""
-        text = b"" if self._process.stdout is None else self._process.stdout.read()
+        text = b"" if self._process.stdout is None else self._process.stdout.readline()
         self._process.wait()
         try:
             outcome = json.loads(text)
@@ -151,7 +163,7 @@ class SwitchProcess:
 
 def main() -> None:
     """Read a request, carry it out, and print the outcome."""
-    text = sys.stdin.read()
+    text = sys.stdin.readline()
     if not text:
         return
     asked = json.loads(text)
@@ -159,8 +171,4 @@ def main() -> None:
         outcome = switch(EngineClient(asked["url"], asked["timeout"]), asked["version"], asked["path"])
     except CheckpointError as error:
         outcome = {"error": str(error), "lost": isinstance(error, EngineLostError)}
-    sys.stdout.write(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    main()
+    sys.stdout.write(json.dumps(outcome) + "\n")

@@ -70,6 +70,8 @@ def test_pushes_of_a_model_whose_values_change(stub):
     # The version that is served, and the one before, whose memory is used next.
     assert len(segments(stub.url)) == 2
     channel.close()
+    assert len(segments(stub.url)) == 1
+    channel.close()
 
 
 def test_a_second_push_plans_nothing_and_agrees_in_64_bytes(stub, monkeypatch):

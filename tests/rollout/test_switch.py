@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
@@ -157,3 +158,26 @@ def test_a_process_is_in_a_session_of_its_own(stub):
     process = SwitchProcess(stub.url, 30.0)
     assert os.getsid(process._process.pid) == process._process.pid
     process.stop()
+
+
+def test_a_forked_process_that_holds_the_pipes_is_not_waited_for(stub, tmp_path):
+    process = SwitchProcess(stub.url, 30.0)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        process.begin("1", path(tmp_path, 1))
+        assert process.result()["released"]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert stub.holds(weights(1))
+
+
+def test_a_signal_to_the_job_does_not_stop_it(stub, tmp_path):
+    process = SwitchProcess(stub.url, 30.0)
+    stub.faults["flex_commit"] = [lambda: [os.kill(process._process.pid, each) for each in (2, 15)] and None]
+    process.begin("1", path(tmp_path, 1))
+    assert process.result()["released"]
+    assert stub.holds(weights(1))
