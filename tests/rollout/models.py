@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 # The engine pads it, and each rank's part of it.
 VOCABULARY = 510
-_HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS = 256, 512, 2, 4, 2
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 256, 512, 2, 4, 2
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -22,11 +22,11 @@ def make_model(path: Path, family: str, dtype: str, seed: int) -> str:
     config = {
         "architectures": ["Qwen2ForCausalLM" if tied else "LlamaForCausalLM"],
         "model_type": family,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
-        "num_hidden_layers": _LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
@@ -41,7 +41,7 @@ def make_model(path: Path, family: str, dtype: str, seed: int) -> str:
     (path / "config.json").write_text(json.dumps(config))
     words = {f"w{number}": number for number in range(VOCABULARY)}
     model = {"type": "WordLevel", "vocab": words, "unk_token": "w3"}
-    tokenizer = {"version": "1.0", "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2", "unk_token": "w3"}
     (path / "tokenizer_config.json").write_text(json.dumps(names))
@@ -52,25 +52,26 @@ def make_model(path: Path, family: str, dtype: str, seed: int) -> str:
 
 def _weights(tied: bool, seed: int, dtype: np.dtype) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    head = _HIDDEN // _HEADS
+    head = HIDDEN // HEADS
 
     def random(*shape: int, scale: float = 0.05, mean: float = 0.0) -> np.ndarray:
         return (mean + scale * rng.standard_normal(shape)).astype(dtype)
 
-    weights = {"model.embed_tokens.weight": random(VOCABULARY, _HIDDEN, scale=1.0)}
-    for number in range(_LAYERS):
+    # With a larger one, a tied model would say the last token again, whatever its other weights are.
+    weights = {"model.embed_tokens.weight": random(VOCABULARY, HIDDEN, scale=0.05 if tied else 1.0)}
+    for number in range(LAYERS):
         layer = f"model.layers.{number}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{layer}{norm}.weight"] = random(_HIDDEN, mean=1.0)
-        for part, heads in (("q", _HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
-            weights[f"{layer}self_attn.{part}_proj.weight"] = random(heads * head, _HIDDEN)
+            weights[f"{layer}{norm}.weight"] = random(HIDDEN, mean=1.0)
+        for part, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            weights[f"{layer}self_attn.{part}_proj.weight"] = random(heads * head, HIDDEN)
             if tied:  # of qwen2, q, k and v have biases
                 weights[f"{layer}self_attn.{part}_proj.bias"] = random(heads * head)
-        weights[f"{layer}self_attn.o_proj.weight"] = random(_HIDDEN, _HEADS * head)
-        weights[f"{layer}mlp.gate_proj.weight"] = random(_INNER, _HIDDEN)
-        weights[f"{layer}mlp.up_proj.weight"] = random(_INNER, _HIDDEN)
-        weights[f"{layer}mlp.down_proj.weight"] = random(_HIDDEN, _INNER)
-    weights["model.norm.weight"] = random(_HIDDEN, mean=1.0)
+        weights[f"{layer}self_attn.o_proj.weight"] = random(HIDDEN, HEADS * head)
+        weights[f"{layer}mlp.gate_proj.weight"] = random(INNER, HIDDEN)
+        weights[f"{layer}mlp.up_proj.weight"] = random(INNER, HIDDEN)
+        weights[f"{layer}mlp.down_proj.weight"] = random(HIDDEN, INNER)
+    weights["model.norm.weight"] = random(HIDDEN, mean=1.0)
     if not tied:
-        weights["lm_head.weight"] = random(VOCABULARY, _HIDDEN)
+        weights["lm_head.weight"] = random(VOCABULARY, HIDDEN)
     return weights

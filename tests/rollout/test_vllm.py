@@ -6,23 +6,29 @@ compared with the other after a push.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import xxhash
 from safetensors.numpy import load_file, save_file
 
+from tests.documents import ROOT, every_block
 from tests.ramdisk import memory_directory
 from tests.rollout.engine_calls import RefusedError, call, push, rpc, well
 from tests.rollout.models import make_model
+from tests.rollout.trainers import STRATEGIES
+from tests.rollout.trainers import push as push_of_trainer
 from tests.rollout.vllm_server import VllmServer, completion, token_ids
 
 pytestmark = pytest.mark.skipif(
@@ -46,6 +52,7 @@ class Pair(NamedTuple):
     new: str
     ranks: int
     family: str
+    dtype: str
 
 
 @pytest.fixture(scope="module", params=[(2, "qwen2", "bfloat16"), *_SLOW], ids=lambda each: "-".join(map(str, each)))
@@ -58,7 +65,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         servers = [VllmServer(str(Path(file).parent), dtype, ranks, *options) for file in files]
         try:
             first, second = [server.wait() for server in servers]
-            yield Pair(first, second, *map(str, segments), ranks, family)
+            yield Pair(first, second, *map(str, segments), ranks, family, dtype)
         finally:
             for server in servers:
                 server.stop()
@@ -211,6 +218,36 @@ def test_the_weight_transfer_engine_of_one_rank(pair: Pair) -> None:
     assert call(url, "/weight_info", method="GET")[1] == {"weight_version": "52"}
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_push_equals_a_fresh_engine_on_the_export(pair: Pair, world: Any, tmp_path: Path, strategy: str) -> None:
+    size, _ = STRATEGIES[strategy]
+    push(pair.first.url, f"{strategy} from a segment", pair.old)
+    old, new = pair.first.logprobs(), pair.second.logprobs()
+    for file, expected in ((pair.old, old), (pair.new, new)):
+        source, exported = tmp_path / f"from {Path(file).stem}", tmp_path / f"to {Path(file).stem}"
+        source.mkdir()
+        shutil.copy(file, source / "model.safetensors")
+        results = world(size).run(
+            push_of_trainer,
+            strategy=strategy,
+            family=pair.family,
+            dtype=pair.dtype,
+            source=str(source),
+            url=pair.first.url,
+            version=f"{strategy} {Path(file).stem}",
+            exported=str(exported),
+        )
+        assert pair.first.logprobs() == expected
+        tensors, written = load_file(file), {}
+        for each in exported.glob("*.safetensors"):
+            written.update(load_file(each))
+        assert all(np.array_equal(written[name], array) for name, array in tensors.items())
+        assert len(written) == len(tensors)
+        assert sum(each["written"] for each in results) == sum(array.nbytes for array in tensors.values())
+        assert all(each["equal"] for each in results)
+        assert (results[0]["live"], results[0]["unreadable"]) == (pair.ranks * len(tensors), {})
+
+
 def test_a_roll_back_that_fails_demands_a_restart(pair: Pair) -> None:
     """The last test: the engine is of no use afterwards."""
     url = pair.first.url
@@ -239,3 +276,37 @@ def test_the_weight_transfer_engine_refuses_two_ranks() -> None:
             assert "serves one worker, and this engine has 2" in server.wait_for_end()
         finally:
             server.stop()
+
+
+@pytest.mark.slow
+def test_the_example_prints_what_its_page_says(world: Any, tmp_path: Path) -> None:
+    commands = [text for text in every_block("examples/serving/README.md", "bash") if "train.py" in text]
+    export, train = (text.split("train.py ")[1].split() for text in commands)
+    (wanted,) = every_block("examples/serving/README.md", "")
+    world(4).run(run_example, arguments=export, directory=str(tmp_path))
+    server = VllmServer(str(tmp_path / "policy"), "float32", 1, "--skip-tokenizer-init", "--max-model-len", "128")
+    try:
+        arguments = [train[0], server.wait().url]
+        printed = world(4).run(run_example, arguments=arguments, directory=str(tmp_path))
+    finally:
+        server.stop()
+    assert printed[0] == wanted
+    assert not any(printed[1:])
+
+
+def run_example(arguments: list[str], directory: str) -> str:
+    """What the example prints on this rank."""
+    path = ROOT / "examples" / "serving" / "train.py"
+    before, argv, printed = os.getcwd(), sys.argv, io.StringIO()
+    os.chdir(directory)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(compile(path.read_text("utf-8"), str(path), "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+        sys.argv = argv
+        sys.path.remove(str(path.parent))
+        sys.modules.pop("model", None)
+    return printed.getvalue()
