@@ -76,7 +76,6 @@ META = {
             "docs/api/options.md",
             "docs/benchmarks.md",
             "docs/design.md",
-            "docs/rehearsal_device.md",
             "docs/scaling.md",
         ),
         "search: {exclude: true}",
