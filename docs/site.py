@@ -123,6 +123,7 @@ MORE = {
         "paddle_flexckpt.loading.peers.ReshardOptions",
         "paddle_flexckpt.transfer.options.ExportOptions",
         "paddle_flexckpt.loading.publishing.PublishOptions",
+        "paddle_flexckpt.loading.fastdeploy_snapshots.SnapshotOptions",
         "paddle_flexckpt.loading.weight_channel.ChannelOptions",
     ],
     "Reports": [

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
     from paddle_flexckpt.data import ElasticBatchSampler, ElasticStream
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
+    from paddle_flexckpt.loading.fastdeploy_snapshots import publish_fastdeploy
     from paddle_flexckpt.loading.full_param import full_param
     from paddle_flexckpt.loading.live_rehearsal import rehearse
     from paddle_flexckpt.loading.loader import load_state_dict
@@ -119,6 +120,7 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "sharded_weight": ("FusedAxis", "ShardedWeight"),
     },
     "Whole tensors, for others": {
+        "loading.fastdeploy_snapshots": ("publish_fastdeploy",),
         "loading.full_param": ("full_param",),
         "loading.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
         "loading.publishing": ("publish",),

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.media.local import OutputParts
-from paddle_flexckpt.tools.tensor_files import OutputDirectory, TensorFile, index_file, make_index
+from paddle_flexckpt.tools.tensor_files import OutputDirectory, TensorFile
 
 # The most files that a rank opens at a time to find one that no other rank writes to.
 LOOKED_AT = 8
@@ -141,22 +141,26 @@ class ModelFiles:
             self.flush_meanwhile(file)
         self.wait()
 
-    def commit(self, prefix: str) -> None:
-        """Make all files appear, then their index, if they need one. One rank does this, when all data is durable.
+    def path(self, file: str) -> str:
+        """Return where a file is before the commit."""
+        return self._output.backend.where(self._unfinished(file) if self.is_shared else file)
+
+    def commit(self, index: str, contents: bytes) -> None:
+        """Make all files appear, then their index. One rank does this, when all data is durable.
 
         Args:
-            prefix: What the names of files start with.
+            index: The name of the index; "" where they need none.
+            contents: What it contains.
         """
         backend = self._output.backend
         if self.is_shared:
             for file in self._all:
                 os.rename(backend.where(self._unfinished(file.name)), backend.where(file.name))
-        if len(self._all) == 1:
+        if not index:
             backend.sync()
             return
-        index = index_file(prefix)
         try:
-            self._output.publish(index, make_index(self._all))
+            self._output.publish(index, contents)
         except OSError:
             # Before the other ranks learn of it and remove the files that it names.
             backend.remove(index)

@@ -30,7 +30,15 @@ from paddle_flexckpt.media.opening import open_destination, place_of, shown
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import PublishReport
-from paddle_flexckpt.tools.tensor_files import OutputDirectory, choose_tensors, divide_evenly
+from paddle_flexckpt.tools.tensor_files import (
+    Chosen,
+    OutputDirectory,
+    TensorFile,
+    choose_tensors,
+    divide_evenly,
+    index_file,
+    make_index,
+)
 from paddle_flexckpt.tools.whole_tensors import TensorBox, WholeTensors, split_box, whole_box
 from paddle_flexckpt.transfer.agreement import check_coordinator
 from paddle_flexckpt.transfer.options import (
@@ -139,12 +147,19 @@ def publish(
         CheckpointError: A rank could not write (on every rank, with the same text); what was written is removed.
         LostRankError: A rank has died. Files of an incomplete model may be left, or the whole model.
     """
-    begin = time.perf_counter()
     asked = PublishOptions(coordinator_rank=coordinator_rank, aoa_config=aoa_config, **options)
+    return publish_as(Publication, model, output, process_group, asked, "publish")
+
+
+def publish_as(
+    kind: type[Publication], model: Any, output: Location, process_group: Any, asked: PublishOptions, call: str
+) -> PublishReport:
+    """Publish a live model by a kind of publication; arguments and errors as of :func:`publish`."""
+    begin = time.perf_counter()
     describe = getattr(model, "sharded_state_dict", None)
     comm = communicator_for(process_group)
     reads = ReshardOptions(
-        coordinator_rank=coordinator_rank,
+        coordinator_rank=asked.coordinator_rank,
         offload=asked.offload,
         check_replicas=asked.check_replicas,
         optimizer_states="ignore",
@@ -153,7 +168,7 @@ def publish(
     def gather(describe_call: Callable[[], tuple[bytes, ...]], context: str) -> LiveModel:
         return LiveModel(comm, lambda: describe() if callable(describe) else model, describe_call, context, reads)
 
-    with quiet_loads(), Publication(comm, output, asked, "publish") as publication:
+    with quiet_loads(), kind(comm, output, asked, call) as publication:
         publication.agree(gather)
         publication.write()
         return publication.report(begin)
@@ -249,6 +264,7 @@ class Publication:
             # A file with one writer appears when that has written it; a single one needs no index.
             self._may_be_there |= len(self._all_files) == 1 and not self._files.is_shared
             self._on_all(functools.partial(self._store, memory, batch, is_last=step == steps - 1))
+        self._look_back()
         self._may_be_there = True
         self._on_all(self._commit)
 
@@ -264,13 +280,10 @@ class Publication:
         Raises:
             ValidationError: They cannot be written so.
         """
-        options, comm, has_states = self._options, self._comm, self._skips is not None
-        start, skips = f"{options.prefix}." if options.prefix else "", self._skips or ()
-        self._chosen = choose_tensors(
-            self._state.catalog, options.aoa_config, start, has_states, skips=skips, extra_state=not has_states
-        )
+        comm = self._comm
+        self._chosen = self._choose()
         self._keys, self._infos = self._chosen.keys, self._chosen.infos
-        all_files = self._all_files = divide_evenly(self._infos, options.max_file_bytes, comm.size, self._file_prefix)
+        all_files = self._all_files = self._divide()
         self._owners = [i * comm.size // len(all_files) for i in range(len(all_files))]
         self._own = [file for file, owner in zip(all_files, self._owners) if owner == comm.position]
         if len({bool(place) for place in self._places}) > 1:
@@ -286,6 +299,27 @@ class Publication:
         if self._leads and self._config is not None:
             self._output.publish(CONFIG_FILE, self._config)
         self._files.begin(self._own, removes_all=self._leads)
+
+    def _choose(self) -> Chosen:
+        """Return the tensors to write; errors as of :meth:`_begin`."""
+        options, has_states = self._options, self._skips is not None
+        start, skips = f"{options.prefix}." if options.prefix else "", self._skips or ()
+        return choose_tensors(
+            self._state.catalog, options.aoa_config, start, has_states, skips=skips, extra_state=not has_states
+        )
+
+    def _divide(self) -> list[TensorFile]:
+        """Return the files for them; the ranks own equal numbers of files, in this order."""
+        return divide_evenly(self._infos, self._options.max_file_bytes, self._comm.size, self._file_prefix)
+
+    def _index(self) -> tuple[str, bytes]:
+        """Return name and contents of the file that appears last; no name: there is none."""
+        if len(self._all_files) == 1:
+            return "", b""
+        return index_file(self._file_prefix), make_index(self._all_files)
+
+    def _look_back(self) -> None:
+        """Look at what all ranks have written, before the model appears. Any number of collectives."""
 
     def _write_owned(self) -> tuple[None, bytes]:
         """Write this rank's part of the tensors that ranks write from memory; return the number of following steps."""
@@ -358,7 +392,7 @@ class Publication:
 
     def _commit(self) -> None:
         if self._leads:
-            self._files.commit(self._file_prefix)
+            self._files.commit(*self._index())
 
     def report(self, begin: float) -> PublishReport:
         """Return the report."""

@@ -160,6 +160,11 @@ def divide_evenly(
     infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int, prefix: str = PREFIX
 ) -> list[TensorFile]:
     """Divide tensors among an equal number of files for each rank, in the order of their names, about equally large."""
+    return _files(group_evenly(infos, max_file_bytes, ranks), infos, prefix)
+
+
+def group_evenly(infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int) -> list[list[str]]:
+    """Return the names of the tensors of each file, as :func:`divide_evenly` divides them."""
     names = sorted(infos)
     total = sum(infos[name].nbytes for name in names)
     count = ranks * max(math.ceil(total / ranks / max_file_bytes), 1)
@@ -170,7 +175,7 @@ def divide_evenly(
         # By its middle, so that a large tensor is not always the last of its file.
         parts[min((2 * before + length) * count // (2 * max(total, 1)), count - 1)].append(name)
         before += length
-    return _files([part for part in parts if part], infos, prefix)
+    return [part for part in parts if part]
 
 
 class OutputDirectory:
@@ -287,21 +292,37 @@ def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo], prefix: 
     files = []
     for number, part in enumerate(parts, 1):
         of_parts = "" if len(parts) == 1 else f"-{number:05d}-of-{len(parts):05d}"
-        file = f"{prefix}{of_parts}.safetensors"
-        # Wide elements first, so that all are aligned.
-        part.sort(key=lambda name: (-dtype_of(infos[name].dtype).itemsize, name))
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in part:
-            begin, end = end, end + infos[name].nbytes
-            code = dtype_of(infos[name].dtype).safetensors
-            entries[name] = {"dtype": code, "shape": list(infos[name].shape), "data_offsets": [begin, end]}
-        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        if len(text) > MAX_HEADER_BYTES:
-            raise ValidationError(
-                f"the header of {file} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
-                "Remedy (FC705): a smaller max_file_bytes"
-            )
-        files.append(TensorFile(file, tuple(part), len(text).to_bytes(8, "little") + text, end))
+        files.append(tensor_file(f"{prefix}{of_parts}.safetensors", part, infos))
     return files
+
+
+def tensor_file(
+    file: str, part: Sequence[str], infos: Mapping[str, TensorInfo], stored: Callable[[str], str] = str
+) -> TensorFile:
+    """Return a file for some tensors.
+
+    Args:
+        file: Its name.
+        part: The tensors' names.
+        infos: Shape and dtype by name.
+        stored: Returns a tensor's name in the file.
+
+    Raises:
+        ValidationError: There are too many for one file.
+    """
+    # Wide elements first, so that all are aligned.
+    names = sorted(part, key=lambda name: (-dtype_of(infos[name].dtype).itemsize, name))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        begin, end = end, end + infos[name].nbytes
+        code = dtype_of(infos[name].dtype).safetensors
+        entries[stored(name)] = {"dtype": code, "shape": list(infos[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValidationError(
+            f"the header of {file} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
+            "Remedy (FC705): a smaller max_file_bytes"
+        )
+    return TensorFile(file, tuple(names), len(text).to_bytes(8, "little") + text, end)

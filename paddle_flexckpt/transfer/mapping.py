@@ -28,36 +28,40 @@ def compile_mapping(
         source: The shards of all sources.
         target: The targets of all ranks; None: they follow from the statements; untouched tensors get natural order.
         master_weights: As in ``load_state_dict``.
-        completion: Statements that follow those of the configuration.
+        completion: Statements that follow those of the configuration, and those for natural order.
 
     Raises:
         ValidationError: The statements do not fit, or ranks want one key in different dtypes.
     """
     statements = [] if aoa_config is None else aoa_config
-    mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
     if target is not None:
+        mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
         _check_dtypes(mapping, target)
         return mapping
-    completion = _to_natural_order(mapping, source)
-    if not completion:
+    mapping = aoa.compile_program(statements, source, None, master_weights=master_weights)
+    following = (*_to_natural_order(mapping, source), *completion)
+    if not following:
         return mapping
-    return aoa.compile_program(statements, source, None, master_weights=master_weights, completion=completion)
+    return aoa.compile_program(statements, source, None, master_weights=master_weights, completion=following)
 
 
-def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | None = None) -> TensorMapping | None:
+def whole_mapping(
+    aoa_config: Any, source: Catalog, names: Collection[str] | None = None, completion: Sequence[str] = ()
+) -> TensorMapping | None:
     """Return the mapping to whole tensors in natural order; None: each is the source's, unchanged.
 
     Args:
         aoa_config: As in :func:`compile_mapping`.
         source: The shards of all sources.
         names: The keys that are wanted; None: all.
+        completion: As in :func:`compile_mapping`.
 
     Raises:
         ValidationError: The statements do not fit, or no statement for natural order is known.
     """
-    if aoa_config is None and not any(names is None or key in names for key in permuted(source)):
+    if aoa_config is None and not completion and not any(names is None or key in names for key in permuted(source)):
         return None
-    return compile_mapping(aoa_config, source, None, "exact")
+    return compile_mapping(aoa_config, source, None, "exact", completion)
 
 
 def permuted(source: Catalog) -> dict[str, Order]:
