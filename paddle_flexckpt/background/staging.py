@@ -27,6 +27,7 @@ from paddle_flexckpt.catalog import Catalog, CheckpointError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.catalog.wire import encode_catalog
 from paddle_flexckpt.forks import close_in_forks
+from paddle_flexckpt.media.full_disks import writing
 
 _HUGE_PAGE_BYTES = 2 << 20
 # Page-locks memory for a device, and returns a function that unlocks it; None if it cannot be locked.
@@ -69,7 +70,8 @@ class Segment:
         # Whole huge pages, for kernels that have them for shared memory.
         nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         _check_memory(nbytes - self.nbytes)
-        os.ftruncate(self.descriptor, nbytes)
+        with writing("memory that the writer shares", nbytes):
+            os.ftruncate(self.descriptor, nbytes)
         self.attach(nbytes)
 
     def attach(self, nbytes: int) -> None:

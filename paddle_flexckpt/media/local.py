@@ -14,11 +14,13 @@ import logging
 import mmap
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.media.backend import REPLACING, Backend, Buffer, InputFile, Kind, Mode, OutputFile
 from paddle_flexckpt.media.file_names import naming, open_inside
+from paddle_flexckpt.media.full_disks import writing
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
 
@@ -88,13 +90,15 @@ class LocalInputFile(InputFile):
 class LocalOutputFile(OutputFile):
     """A file that is written from its beginning to its end."""
 
-    def __init__(self, path: str, mode: Mode = "new") -> None:
-        """Begin the file; under a temporary name if it is to replace another."""
+    def __init__(self, path: str, mode: Mode = "new", size: int | None = None) -> None:
+        """Begin the file of so many bytes; under a temporary name if it is to replace another."""
         self._final = path
         self._path = f"{path}.{os.urandom(16).hex()}.tmp" if mode in REPLACING else path
         self._overwrites = mode == "overwrite"
         how = os.O_TRUNC if self._overwrites else os.O_EXCL
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
+        self._writing = partial(writing, self._path, size)
+        with self._writing():
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
         self._is_durable = False
 
     def write(self, data: Buffer) -> None:
@@ -104,7 +108,7 @@ class LocalOutputFile(OutputFile):
     def write_many(self, parts: Sequence[Buffer]) -> None:
         """Implement the base class, with ``writev``."""
         self._is_durable = False
-        with naming(self._path):
+        with self._writing():
             write_all(self._descriptor, parts)
 
     def make_durable(self) -> None:
@@ -115,7 +119,7 @@ class LocalOutputFile(OutputFile):
 
     def finish(self) -> None:
         """Make the bytes durable, and then rename the file."""
-        with naming(self._path):
+        with self._writing():
             self.make_durable()
             self._close()
         if self._path != self._final:
@@ -159,7 +163,7 @@ class OutputParts:
     def write_at(self, data: Buffer, offset: int) -> None:
         """Write all of the data from byte ``offset`` on."""
         left = memoryview(data)
-        with naming(self._path):
+        with writing(self._path):
             while len(left):
                 count = os.pwrite(self._descriptor, left, offset)
                 left, offset = left[count:], offset + count
@@ -235,7 +239,7 @@ class LocalBackend(Backend):
 
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> LocalOutputFile:
         """Implement the base class."""
-        return LocalOutputFile(self.where(name), mode)
+        return LocalOutputFile(self.where(name), mode, size)
 
     def remove(self, name: str) -> None:
         """Implement the base class; it needs the lease, of a process that has taken one.
@@ -270,7 +274,7 @@ class LocalBackend(Backend):
         _sync_entry(path)
         # One by one, so that only the lowest of those that a dead process has left is in doubt.
         for lacking in reversed(missing):
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError), writing(lacking):
                 os.mkdir(lacking)
             sync_path(os.path.dirname(lacking))
 
@@ -312,7 +316,7 @@ def _is_of(entry: os.DirEntry[str], kind: Kind) -> bool:
 
 def fsync(descriptor: int, path: str) -> None:
     """Make the bytes of a file, or the entries of a directory, durable."""
-    with naming(path):
+    with writing(path):
         os.fsync(descriptor)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 
 import numpy as np
@@ -19,6 +20,7 @@ from paddle_flexckpt.media.local import LocalBackend, OutputParts
 from paddle_flexckpt.testing.simulated import SimulatedCommunicator, SimulatedWorld
 from paddle_flexckpt.tools.export import export_safetensors
 from paddle_flexckpt.tools.tensor_files import divide_evenly
+from tests.remedies.following import provoked
 from tests.transfer.samples import cut, values_of
 
 KINDS = {
@@ -238,6 +240,32 @@ def test_a_path_that_is_none_on_one_rank_is_an_error_on_all(values, tmp_path):
     )
     assert all(isinstance(each, ValidationError) and "[rank 1] path has to be a path" in str(each) for each in outcomes)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_limit_on_the_size_of_files_is_told_with_its_remedy(tmp_path):
+    """And on whole checkpoints, exports and conversions."""
+    state = {"w": np.ones(1 << 19, np.float32)}
+    fc.save_state_dict(state, tmp_path / "saved")
+    calls = [
+        lambda path: publish(state, path),
+        lambda path: SimulatedWorld(2).run(lambda comm: publish(state, path, comm)),
+        lambda path: fc.save_state_dict(state, path),
+        lambda path: fc.save_state_dict(state, path, async_save=True).result(),
+        lambda path: export_safetensors(tmp_path / "saved", path),
+        lambda path: fc.merge_sharded_state_dict(str(tmp_path / "saved"), str(path)),
+    ]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for number, call in enumerate(calls):
+        output = tmp_path / str(number)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        try:
+            with provoked("media/full_disks.py", "raise the limit on the size of a file (`ulimit -f`), and call again"):
+                call(output)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not [*output.glob("*.safetensors")]
+        call(output)
+        assert len([*output.glob("*.safetensors")]) == 1
 
 
 def test_an_output_that_is_in_use_is_left_as_it_is(values, tmp_path):

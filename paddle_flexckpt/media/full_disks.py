@@ -1,0 +1,41 @@
+"""Errors of full disks and of limits on files, with the bytes needed, the bytes free, and the remedy.
+
+Tested in tests/native/test_data_file.py and tests/loading/test_publishing.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+
+from paddle_flexckpt.catalog.texts import format_bytes
+from paddle_flexckpt.media.file_names import naming
+
+
+@contextlib.contextmanager
+def writing(path: str, nbytes: int | None = None) -> Iterator[None]:
+    """Add the file's name to errors, and figures and the remedy to those of a full disk.
+
+    Args:
+        path: The file that is written.
+        nbytes: The bytes of the whole file, if they are known.
+    """
+    try:
+        with naming(path):
+            yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        remedy = "Remedy (FC402): make room on that storage for what all its ranks write, and call again"
+        room = ""
+        if error.errno == errno.EFBIG:
+            remedy = "Remedy (FC402): raise the limit on the size of a file (`ulimit -f`), and call again"
+        else:
+            with contextlib.suppress(OSError):
+                room = f", and {format_bytes(shutil.disk_usage(os.path.dirname(path)).free)} are free there now"
+        size = "" if nbytes is None else f" has {format_bytes(nbytes)}"
+        text = f"{os.strerror(error.errno)}: {path}{size}{room}. {remedy}"
+        raise OSError(error.errno, text) from None
