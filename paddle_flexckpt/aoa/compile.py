@@ -267,6 +267,13 @@ def expand_program(
 def explain(
     aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()
 ) -> str:
+    """Return the text of :func:`explain_targets`, with the same arguments and errors."""
+    return explain_targets(aoa_config, source, target, keys)[0]
+
+
+def explain_targets(
+    aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()
+) -> tuple[str, list[str]]:
     """Explain where each target comes from.
 
     Args:
@@ -276,7 +283,8 @@ def explain(
         keys: Only these targets; all by default.
 
     Returns:
-        A few lines for each target; then the targets that nothing feeds, and the source keys that nothing uses.
+        A few lines for each target; then the targets that nothing feeds, and the source keys that nothing uses. And the
+        targets that nothing feeds.
 
     Raises:
         AoaError: The statements are malformed or do not fit, or there is no such target.
@@ -289,7 +297,8 @@ def explain(
         raise AoaError([f"there is no target key {unknown[0]!r}; there are, for example, {names[:3]}"])
     lines: list[str] = []
     stored = set(_present(source))
-    missing = [name for name in names if name in mapping.unfed or (name not in mapping.tensors and name not in stored)]
+    asked = sorted(wanted) or names
+    missing = [name for name in asked if name in mapping.unfed or (name not in mapping.tensors and name not in stored)]
     rows = mapping.maps.rows_by_target
     for name in sorted(wanted or names):
         if name in missing:
@@ -305,10 +314,10 @@ def explain(
         lines += made[:MAX_LINES]
         if len(made) > MAX_LINES:
             lines.append(f"  ... and {len(made) - MAX_LINES} more")
+    lines += [f"nothing feeds {name}: {mapping.provenance.get(name, 'no such source key')}" for name in missing]
     if not wanted:
-        lines += [f"nothing feeds {name}: {mapping.provenance.get(name, 'no such source key')}" for name in missing]
         lines += [f"nothing uses source key {name}" for name in unused_sources(mapping, _present(source), names)]
-    return "\n".join(lines)
+    return "\n".join(lines), missing
 
 
 def _present(catalog: Catalog) -> list[str]:

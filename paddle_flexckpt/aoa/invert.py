@@ -21,6 +21,7 @@ from paddle_flexckpt.aoa.parser import Attribute, Statement, parse_program, quot
 from paddle_flexckpt.aoa.placeholders import NameTable, Placeholder, parse_name
 from paddle_flexckpt.aoa.rule import NOTHING
 from paddle_flexckpt.aoa.statements import (
+    NOT_EXACT,
     AoaConfig,
     AoaError,
     Place,
@@ -93,7 +94,8 @@ def _undo(statements: Sequence[Statement], exact: bool) -> tuple[list[str], Fate
         except StatementError as error:
             problems.append(describe_problem(str(error), statement.place.at(error.column)))
     for name, (place, why) in fates.lost().items():
-        problems.append(describe_problem(f"has no exact inverse: {name!r} cannot be restored, as {why}", place))
+        text = f"has no exact inverse: {name!r} cannot be restored, as {why}"
+        problems.append(describe_problem(text, place, (), NOT_EXACT))
     if problems:
         raise AoaError(problems)
     return texts, fates

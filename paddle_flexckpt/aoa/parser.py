@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from paddle_flexckpt.aoa.statements import AoaError, Place, StatementError, describe_problem, shorten
+from paddle_flexckpt.aoa.statements import UNREADABLE, AoaError, Place, StatementError, describe_problem, shorten
 
 # Attributes without a value: a tensor of such a name has to be quoted.
 TAGS = frozenset(
@@ -200,7 +200,7 @@ def parse_program(texts: Sequence[str], first: int = 1) -> list[Statement]:
         try:
             statements += parse(text, number)
         except StatementError as error:
-            problems.append(describe_problem(str(error), Place(number, text, error.column)))
+            problems.append(describe_problem(str(error), Place(number, text, error.column), (), UNREADABLE))
     if problems:
         raise AoaError(problems)
     return statements

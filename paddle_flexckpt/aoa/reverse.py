@@ -17,7 +17,7 @@ from paddle_flexckpt.aoa.casts import COMPLEX, is_exact, simplify_chain
 from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.program import Program
-from paddle_flexckpt.aoa.statements import AoaError, describe_problem
+from paddle_flexckpt.aoa.statements import NOT_EXACT, AoaError, describe_problem
 from paddle_flexckpt.aoa.structure import Fragments, Structure, assembled
 from paddle_flexckpt.aoa.structure_values import keep
 from paddle_flexckpt.optimizer_states import PARAMETER, state_key
@@ -121,7 +121,7 @@ class Reversal:
         # The result of an optional statement need not be in the source.
         if is_there or not origin.rule.is_optional:
             message = f"has no exact inverse: {used!r} cannot be restored, as {why}"
-            self._problems.append(describe_problem(message, origin.rule.place))
+            self._problems.append(describe_problem(message, origin.rule.place, (), NOT_EXACT))
 
     def _keep(self, name: str) -> None:
         """Let the destination keep its values of a tensor that was removed."""

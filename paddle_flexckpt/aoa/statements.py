@@ -39,7 +39,7 @@ def read_config(aoa_config: AoaConfig | Statements) -> Statements:
     """Read and check a configuration.
 
     Args:
-        aoa_config: ``{"aoa_statements": [...]}``, the list alone, the same as a JSON text, or the path of
+        aoa_config: ``{"aoa_statements": [...]}``, the list alone, the same as a JSON text, a statement, or the path of
             a ``.json``, ``.yaml`` or ``.yml`` file (or any other file with JSON in it), or what this function returned.
 
     Raises:
@@ -53,23 +53,29 @@ def read_config(aoa_config: AoaConfig | Statements) -> Statements:
     if isinstance(value, (list, tuple)):
         value = {"aoa_statements": list(value)}
     if not isinstance(value, Mapping):
-        raise AoaError([f"aoa_config has to be a dict with 'aoa_statements'; got a {type(value).__name__}"])
+        raise _malformed(f"aoa_config has to be a dict with 'aoa_statements'; got a {type(value).__name__}")
     unknown = sorted(str(key) for key in value if key not in KEYS)
     if unknown:
-        raise AoaError([f"aoa_config has unknown keys {unknown}; known are {', '.join(KEYS)}"])
+        raise _malformed(f"aoa_config has unknown keys {unknown}; known are {', '.join(KEYS)}")
     statements = value.get("aoa_statements", [])
     if not isinstance(statements, (list, tuple)) or not all(isinstance(text, str) for text in statements):
-        raise AoaError([f"aoa_statements has to be a list of texts; got {statements!r}"])
+        raise _malformed(f"aoa_statements has to be a list of texts; got {statements!r}")
     for key in KEYS[1:]:
         if not isinstance(value.get(key, False), bool):
-            raise AoaError([f"{key} has to be true or false; got {value[key]!r}"])
+            raise _malformed(f"{key} has to be true or false; got {value[key]!r}")
     return Statements(tuple(statements), bool(value.get("aoa_config_reverse", False)))
+
+
+def _malformed(text: str) -> AoaError:
+    return AoaError([f"{text}. Remedy (FC602): write {{'aoa_statements': ['A -> B', ...]}}, or the list alone"])
 
 
 def _from_text(text: str) -> Any:
     stripped = text.strip()
     if stripped.startswith(("{", "[")):
         return _json(stripped, "aoa_config")
+    if "->" in text and not os.path.exists(text):
+        return [text]
     try:
         with open(text, encoding="utf-8") as file:
             content = file.read()
@@ -89,14 +95,14 @@ def _from_text(text: str) -> Any:
     try:
         return yaml.safe_load(content)
     except yaml.YAMLError as error:
-        raise AoaError([f"{text!r} is not valid YAML: {error}"]) from error
+        raise AoaError([f"{text!r} is not valid YAML: {error}. Remedy (FC602): correct the file there"]) from error
 
 
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise AoaError([f"{where} is not valid JSON: {error}"]) from error
+        raise AoaError([f"{where} is not valid JSON: {error}. Remedy (FC602): correct the text there"]) from error
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,11 @@ class Place:
         return Place(self.number, self.text, column)
 
 
+UNREADABLE = "Remedy (FC602): correct the statement at that place"
+NOT_EXACT = "Remedy (FC605): write the statements of that direction by hand, with what the reverse cannot know"
+UNFIT = "Remedy (FC603): correct the statement by these names, shapes and numbers"
+
+
 class StatementError(ValueError):
     """An error in a statement whose place is not known yet; an unknown column is 0."""
 
@@ -132,8 +143,12 @@ def shorten(text: str) -> str:
     return text if len(text) <= MAX_LINE else f"{text[: MAX_LINE // 2]} ... {text[-MAX_LINE // 2 :]}"
 
 
-def describe_problem(message: str, place: Place, expansion: Sequence[str] = ()) -> str:
-    """Return a problem with its statement, a mark under the column, and the statements it was expanded to."""
+def describe_problem(message: str, place: Place, expansion: Sequence[str] = (), remedy: str = UNFIT) -> str:
+    """Return a problem with its statement, a mark under the column, and the statements it was expanded to.
+
+    ``remedy`` is that of a message without one.
+    """
+    message += "" if "Remedy (" in message else f". {remedy}"
     where = f"AOA statement {place.number}"
     if place.column:
         where += f", column {place.column}"

@@ -68,7 +68,7 @@ class _Table:
             try:
                 statements = parse_program([text], position)
             except AoaError as error:
-                raise AoaError([f"[rank {rank}] {problem}" for problem in error.problems]) from error
+                raise AoaError([f"[rank {rank}] {problem}" for problem in error.problems]) from None
             for statement in statements:
                 for variable in (*statement.left, *statement.right):
                     try:

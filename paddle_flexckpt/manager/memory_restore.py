@@ -49,13 +49,14 @@ def _hold_on_nodes(directory: Backend, step: int, comm: Communicator, context: s
         except (LostRankError, ValidationError):
             raise
         except CheckpointError as error:  # nothing was changed
-            raise LostNodesError(f"step {step} is not whole in memory: {error}") from error
+            raise LostNodesError(f"step {step} is not whole in memory: {error}") from None
         own = token_now(directory)
         here, missing = _find_nodes(directory, found.manifest, own, comm, context)
         if found.lost.any():
             raise LostNodesError(
                 f"step {step} is not whole in memory, as {here} of {len(found.manifest.nodes)} nodes have it; missing: "
-                f"{', '.join(missing) or 'none'}{_unreadable(found)}"
+                f"{', '.join(missing) or 'none'}{_unreadable(found)}. Remedy (FC507): start the job with these nodes "
+                "again; or, if they are gone, restore() without a step, which takes the newest that is whole"
             )
         yield Held(found.manifest, own, "per_node"), here
 

@@ -46,18 +46,26 @@ class MemoryTier:
 
     def __post_init__(self) -> None:
         """Raise ValidationError if a value is not usable."""
-        problems = []
+        problems: list[str] = []
         if is_remote(self.path):
-            problems.append(f"path is a directory in the memory of a node; got {self.path!r}")
+            problems.append(
+                f"path is a directory in the memory of a node; got {self.path!r}. Remedy (FC507): give "
+                "one below /dev/shm"
+            )
         for name, least in {"copies": 1, "parity": 2, "keep": 1, "limit": 1}.items():
             value = plain_integer(getattr(self, name))
             object.__setattr__(self, name, value)
             if (type(value) is not int or value < least) and not (name in ("parity", "limit") and value is None):
-                problems.append(f"{name} has to be an integer >= {least}; got {value!r}")
+                problems.append(
+                    f"{name} has to be an integer >= {least}; got {value!r}. Remedy (FC507): correct {name}"
+                )
+        try:
+            object.__setattr__(self, "save_when", check_policies("save_when", self.save_when, SavePolicy))
+        except ValidationError as error:
+            problems += error.lines
         if problems:
             raise ValidationError(problems, "cannot make a MemoryTier")
         object.__setattr__(self, "path", os.path.abspath(open_destination(self.path).path))
-        object.__setattr__(self, "save_when", check_policies("save_when", self.save_when, SavePolicy))
 
     def stored(self, shares: Sequence[int], node: int) -> int:
         """Return the bytes that a node stores of a step of which the nodes write these shares."""

@@ -341,6 +341,7 @@ def test_without_enough_nodes_the_root_is_read_and_the_nodes_are_named(saved, ca
     assert why in report.summary() and caplog.text.count(why) == 1
     text = one_error(saved.run(FOUR, resume(step=12)), fc.CorruptCheckpointError)
     assert why in text, "asked for by its number"
+    advised("manager/memory_restore.py", "or, if they are gone, restore() without a step, which takes the newest", why)
 
 
 def test_one_that_comes_back_with_older_files_does_no_harm(saved):
@@ -770,12 +771,16 @@ def test_collectives(tmp_path):
         ({"keep": True}, "keep has to be an integer >= 1; got True"),
         ({"limit": 0.5}, "limit has to be an integer >= 1; got 0.5"),
         ({"save_when": KeepLatest(1)}, "save_when has to be a SavePolicy or several; got KeepLatest"),
+        (
+            {"save_when": 5},
+            "cannot make a MemoryTier: save_when has to be a SavePolicy or several; got 5. Remedy (FC101)",
+        ),
     ],
 )
 def test_options_that_are_none(options, text):
     with pytest.raises(fc.ValidationError) as error:
         fc.MemoryTier(**{"path": "/dev/shm/run", "save_when": fc.SaveEvery(1), **options})
-    assert text in str(error.value)
+    assert text in str(error.value) and "Remedy (FC" in str(error.value)
 
 
 def test_ranks_agree_about_the_tier_but_not_about_its_path_and_limit(nodes):

@@ -367,3 +367,14 @@ def test_a_direction_in_place_of_a_variant():
     with provoked("aoa/model_rules.py", "give it by name, direction="):
         fc.model_rules("llama", "to_hf")
     assert fc.model_rules("llama", direction="to_hf")["aoa_statements"]
+
+
+def test_the_reverse_of_a_sum_is_written_by_hand(tmp_path):
+    fc.save_state_dict({"x": A + B}, tmp_path)
+    target = {"a": np.zeros_like(A), "b": np.zeros_like(B)}
+    config = {"aoa_statements": ["a, b -> x, sum"], "aoa_config_reverse": True}
+    with provoked("aoa/statements.py", "write the statements of that direction by hand, with what") as caught:
+        fc.load_state_dict(target, tmp_path, aoa_config=config)
+    assert "has no exact inverse" in str(caught.value) and not target["a"].any()
+    fc.load_state_dict(target, tmp_path, aoa_config=["x -> a", "_ -> b, fill=0"])
+    assert (target["a"] == A + B).all() and not target["b"].any()
