@@ -24,6 +24,7 @@ from paddle_flexckpt.manager.policies import (
     SavePolicy,
     SaveSchedule,
     check_policies,
+    check_signals,
     warn_of_missing_metrics,
 )
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, list_candidates, restore_first
@@ -136,7 +137,7 @@ class CheckpointManager:
         self._saves = StorageSaves(self._comm, asked, self._steps, self._pending, follow_up)
         self._memory = MemorySteps(self._comm, asked.memory, self._steps, self._pending)
         policies = check_policies("save_when", asked.save_when, SavePolicy)
-        numbers = tuple(asked.preemption_signals)
+        numbers = check_signals(asked.preemption_signals)
         self._signals = PreemptionSignals(numbers)
         self._schedule = SaveSchedule(self._comm, policies, self._signals)
         same = replace(asked, save_when=policies, keep=keep, preemption_signals=numbers)

@@ -39,6 +39,8 @@ logger = logging.getLogger("paddle_flexckpt")
 
 Mode = Literal["min", "max"]
 Policy = TypeVar("Policy")
+# Metrics of KeepBest, of whose absence this process has warned, or which a save has had.
+_WARNED: set[str] = set()
 _LIBC = ctypes.CDLL(None)
 # Room for a struct sigaction or a sigset_t of any C library. Their contents are not used here.
 _STRUCT_BYTES = 1024
@@ -59,6 +61,8 @@ class _Checked:
                 expected = "a positive number"
             if name == "mode" and value not in ("min", "max"):
                 expected = "'min' or 'max'"
+            if name == "metric" and not isinstance(value, str):
+                expected = "the name of one of metrics="
             if expected:
                 raise ValidationError([f"{type(self).__name__}: {name} has to be {expected}; got {value!r}"])
 
@@ -194,13 +198,31 @@ def best_first(records: Sequence[StepRecord], metric: str, mode: Mode) -> list[i
 
 
 def warn_of_missing_metrics(policies: Sequence[KeepPolicy], metrics: Mapping[str, float]) -> None:
-    """Log a warning where metrics were given, and none of them is one by which a KeepBest chooses."""
+    """Log a warning where no metric is one by which a KeepBest chooses; where there are none, once."""
     wanted = [policy.metric for policy in policies if isinstance(policy, KeepBest)]
-    if metrics and wanted and not any(name in metrics for name in wanted):
+    is_new = not _WARNED.issuperset(wanted)
+    _WARNED.update(wanted)
+    if wanted and not any(name in metrics for name in wanted) and (metrics or is_new):
         logger.warning(
-            f"metrics= has {', '.join(metrics)}, and KeepBest chooses by {' and '.join(wanted)}: it does not keep this "
-            "step. Remedy (FC903): give KeepBest the name of a metric that is saved, or save its metric from now on"
+            f"metrics= has {', '.join(metrics) or 'no entry'}, and KeepBest chooses by {' and '.join(wanted)}: it does "
+            "not keep this step. Remedy (FC903): give KeepBest the name of a metric that is saved, or save its metric "
+            "from now on"
         )
+
+
+def check_signals(given: object) -> tuple[int, ...]:
+    """Return preemption signals as a tuple.
+
+    Raises:
+        ValidationError: They are not several, or one is not a number.
+    """
+    signals = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else None
+    if signals is None or not all(isinstance(each, int) and not isinstance(each, bool) for each in signals):
+        raise ValidationError(
+            f"preemption_signals has to be signals in a tuple; got {given!r}. Remedy (FC101): give (signal.SIGTERM,), "
+            "say, or () for none"
+        )
+    return signals
 
 
 def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> tuple[Policy, ...]:
@@ -212,7 +234,10 @@ def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> t
     policies: tuple[Policy, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[assignment]
     for policy in policies:
         if not isinstance(policy, kind):
-            raise ValidationError([f"{name} has to be a {kind.__name__} or several; got {policy!r}"])
+            example = "SaveEvery(100)" if kind is SavePolicy else "KeepLatest(3)"
+            raise ValidationError(
+                [f"{name} has to be a {kind.__name__} or several; got {policy!r}. Remedy (FC101): give {example}, say"]
+            )
     return policies
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.manager import KeepBest, KeepLatest, KeepPolicy, SaveEvery, SaveInterval, SavePolicy
+from paddle_flexckpt.manager import KeepBest, KeepLatest, KeepPolicy, SaveEvery, SaveInterval, SavePolicy, policies
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.manager.samples import (
@@ -180,6 +180,13 @@ def test_steps_are_numbers(tmp_path, step):
         ({"keep": SaveEvery(3)}, "keep has to be a KeepPolicy or several; got SaveEvery"),
         ({"save_when": [SaveEvery(1), KeepLatest(1)]}, "save_when has to be a SavePolicy or several; got KeepL"),
         ({"preemption_signals": [signal.SIGKILL]}, "cannot be handled"),
+        (
+            {"preemption_signals": signal.SIGTERM},
+            "preemption_signals has to be signals in a tuple; got <Signals",
+        ),
+        ({"preemption_signals": None}, "preemption_signals has to be signals in a tuple; got None"),
+        ({"preemption_signals": "SIGTERM"}, "preemption_signals has to be signals in a tuple; got 'SIGTERM'"),
+        ({"preemption_signals": ["SIGTERM"]}, "preemption_signals has to be signals in a tuple; got .'SIGTERM'"),
         ({"async_save": "yes"}, "async_save has to be a bool or a BackgroundWriter; got 'yes'"),
     ],
 )
@@ -338,6 +345,18 @@ def test_what_is_no_step_of_the_run_is_not_listed(tmp_path):
     directory_of(tmp_path, 13).mkdir()
     assert manager.all_steps() == [7]
     assert [(info.step, info.complete) for info in manager.checkpoints()] == [(7, True)]
+
+
+def test_no_metrics_are_a_warning_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(policies, "_WARNED", set())
+    manager = manager_of(tmp_path, keep=[KeepLatest(9), KeepBest(1, "loss")])
+    for step in range(3):
+        save(manager, step)
+    (warning,) = [record.getMessage() for record in caplog.records if "KeepBest" in record.getMessage()]
+    assert warning.startswith("metrics= has no entry, and KeepBest chooses by loss: it does not keep this step. ")
+    advised("manager/policies.py", "or save its metric from now on", warning)
+    save(manager, 3, metrics={"loss": 1.0})
+    assert manager.best_step() == 3
 
 
 def test_metrics_without_the_one_that_decides_are_a_warning(tmp_path, caplog):

@@ -178,6 +178,12 @@ def test_counts_are_positive_integers(make, count):
         make(count)
 
 
+@pytest.mark.parametrize("metric", [3, None, ["loss"]])
+def test_a_metric_is_a_name(metric):
+    with pytest.raises(ValidationError, match=r"KeepBest: metric has to be the name of one of metrics=; got"):
+        KeepBest(2, metric)
+
+
 @pytest.mark.parametrize("make", [SaveInterval, KeepInterval])
 @pytest.mark.parametrize("seconds", [0, -1.0, math.inf, math.nan, "3", True, None])
 def test_seconds_are_positive_numbers(make, seconds):
