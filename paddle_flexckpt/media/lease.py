@@ -26,7 +26,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.media.backend import Backend, Locks, SaveLock, write_file
+from paddle_flexckpt.media.backend import Backend, Locks, SaveLock, TakenError, write_file
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -328,11 +328,7 @@ class LeaseLocks(Locks):
         return True
 
     def _busy(self, other: Claim | None) -> CheckpointError:
-        by = "" if other is None else f" ({other})"
-        return CheckpointError(
-            f"another save is writing to {self._backend.path}{by}. Remedy (FC403): wait until it has finished, or save "
-            "elsewhere"
-        )
+        return TakenError(self._backend.path, other)
 
     def adopt(self, token: dict[str, Any], descriptor: int | None) -> SaveLock:
         """Renew the lease that another process holds and hands over, from now on also from here."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.media.backend import Backend, Lock, SaveLock
+from paddle_flexckpt.media.backend import Backend, Lock, SaveLock, TakenError
 from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LeaseLocks
 
@@ -82,9 +82,7 @@ class DirectoryLock(Flock, SaveLock):
             _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise CheckpointError(
-                    f"another save is writing to {path}. Remedy (FC403): wait until it has finished, or save elsewhere"
-                ) from error
+                raise TakenError(path) from None
             raise
         lock = cls(descriptor)
         if not lock.is_of(path):

@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import errno
 import itertools
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from json.encoder import encode_basestring
 from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, dtype_of
+from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, dtype_of
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
-from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.backend import Backend, InputFile, Location, open_member
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, HashThread, hash_block
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, format_version
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
+from paddle_flexckpt.native.save_names import MANIFEST
 from paddle_flexckpt.progress import SILENT, Meter
 
 # The most bytes written to the file in one call, as blocks of large items and of many small ones: several calls cost
@@ -79,8 +76,7 @@ def write_data_file(
     checksums: list[int] = []
     file_bytes = len(header) + sum(lengths)
     ends, written = list(itertools.accumulate(lengths)) if meter.is_heard else [], 0
-    explained, thread = _full_disks_explained(path, file_bytes), contextlib.closing(HashThread())
-    with explained, thread as hashing, backend.create(name, size=file_bytes) as file:
+    with contextlib.closing(HashThread()) as hashing, backend.create(name, size=file_bytes) as file:
         file.write(header)
         for blocks in _batches(path, lengths, data):
             beside = hashing.hash(blocks) if sum([block.nbytes for block in blocks]) > HASHED_INLINE else None
@@ -93,24 +89,6 @@ def write_data_file(
         items, files=(name,), file=np.zeros(len(items), dtype=np.int32), byte_offset=items.byte_offset + len(header)
     )
     return Manifest.of_save(save, stored, checksums, {name: file_bytes})
-
-
-@contextlib.contextmanager
-def _full_disks_explained(path: str, nbytes: int) -> Iterator[None]:
-    """Add the bytes needed and the bytes free to the error of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        room = ""
-        with contextlib.suppress(OSError):
-            room = f", and {format_bytes(shutil.disk_usage(os.path.dirname(path)).free)} are free there now"
-        raise OSError(
-            error.errno,
-            f"{os.strerror(error.errno)}: {path} has {format_bytes(nbytes)}{room}. Remedy (FC402): make room on that "
-            "storage for what all its ranks write, and save again, which removes what this save has left",
-        ) from error
 
 
 def _batches(path: str, lengths: Sequence[int], data: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
@@ -148,7 +126,10 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
         CorruptCheckpointError: It is missing, of another size, or of another save.
     """
     path = backend.where(name)
-    remedy = "restore the file or load another checkpoint"
+
+    def remedy() -> str:
+        return f"restore the file or load another checkpoint{other_whole(backend, manifest)}"
+
     try:
         file = open_member(backend, name) if manifest.foreign else backend.open(name)
     except FileNotFoundError as error:
@@ -159,19 +140,41 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
                 f"{' and '.join(nodes)}. Remedy (FC504): load with storage='per_node' where a rank sees that "
                 "directory, or copy the nodes' directories into one"
             ) from error
-        raise CorruptCheckpointError(f"{path} is missing; the manifest names it. Remedy (FC304): {remedy}") from error
+        raise CorruptCheckpointError(f"{path} is missing; the manifest names it. Remedy (FC304): {remedy()}") from error
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
         if file.size != size:
             raise CorruptCheckpointError(
-                f"{path} has {file.size} bytes; expected {size} (truncated?). Remedy (FC305): {remedy}"
+                f"{path} has {file.size} bytes; expected {size} (truncated?). Remedy (FC305): {remedy()}"
             )
         if not manifest.foreign and manifest.save_token.encode() not in file.read(0, TOKEN_WINDOW):
             raise CorruptCheckpointError(
-                f"{path} belongs to another save: its save token is not the manifest's. Remedy (FC304): {remedy}"
+                f"{path} belongs to another save: its save token is not the manifest's. Remedy (FC304): {remedy()}"
             )
         stack.pop_all()
     return file
+
+
+def other_whole(backend: Backend, manifest: Manifest) -> str:
+    """Return a text about the highest other id of the directory whose files are all here, of their size; "" if none."""
+    if manifest.foreign:
+        return ""
+    with contextlib.suppress(OSError):
+        found = sorted((int(match[1]) for match in map(MANIFEST.fullmatch, backend.names()) if match), reverse=True)
+        for unique_id in found:
+            with contextlib.suppress(OSError, CorruptCheckpointError, ValidationError):
+                other = Manifest.decode(backend.read(f"{unique_id}.manifest"), backend.where(f"{unique_id}.manifest"))
+                if unique_id != manifest.unique_id and not other.partial and _have_sizes(backend, other.sizes):
+                    return f", such as id {unique_id} here (unique_id={unique_id}), whose files are all there"
+    return ""
+
+
+def _have_sizes(backend: Backend, sizes: Mapping[str, int]) -> bool:
+    for name, size in sizes.items():
+        with backend.open(name) as file:
+            if file.size != size:
+                return False
+    return True
 
 
 @dataclass(frozen=True)

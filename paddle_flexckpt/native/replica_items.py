@@ -15,6 +15,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError, ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.native.data_file import other_whole
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.row_files import DamagedCopy
 
@@ -122,7 +123,7 @@ class ReplicaChoice:
         text = "; nor can its replica be read: ".join(self._describe(row, error) for row, error in failures)
         state = " Targets are partly overwritten." if touched else ""
         name = self._manifest.catalog.file_name(failures[0][0]) or ""
-        remedy = "load another checkpoint"
+        remedy = f"load another checkpoint{other_whole(self._backend, self._manifest)}"
         remedy = remedy_of_copies(self._manifest, name) or remedy
         return CorruptCheckpointError(f"{text}.{state} Remedy (FC305): {remedy}")
 

@@ -33,7 +33,7 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.catalog.errors import without_remedy
-from paddle_flexckpt.media.backend import Location, Lock, SaveLock, publish, write_file
+from paddle_flexckpt.media.backend import Location, Lock, SaveLock, TakenError, publish, write_file
 from paddle_flexckpt.media.opening import open_destination
 from paddle_flexckpt.native.cleaner import Cleaner
 from paddle_flexckpt.native.companion import Companion, CompanionFile
@@ -84,7 +84,18 @@ class SaveDirectory(CheckpointDirectory):
                 # Another manager may have removed the directory, as an empty one, since it was created.
                 if not self.backend.has_path:
                     raise
+            except TakenError as error:
+                holder = self._last_begun()
+                raise TakenError(self.path, holder) if holder else error from None
         raise self._always_removed()
+
+    def _last_begun(self) -> str:
+        """Return the process whose save was the last to begin here and has not ended, by its marker; "" if none has."""
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            markers = [(save.number, name) for name in self.backend.names() if (save := marked_by(name)) is not None]
+            who = json.loads(self.backend.read(max(markers)[1]))
+            return f"process {who['pid']} on {who['host']}" if markers else ""
+        return ""
 
     def _always_removed(self) -> CheckpointError:
         return CheckpointError(

@@ -23,7 +23,7 @@ from paddle_flexckpt.native import checksums, data_file
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.data_file import BATCH_BYTES, TOKEN_WINDOW, write_data_file
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
-from tests.native.samples import TOKEN, items_of, store, values_of, whole, write_file
+from tests.native.samples import TOKEN, flip, items_of, store, values_of, whole, write_file
 from tests.property.layouts import Shard
 from tests.remedies.following import advised
 
@@ -282,8 +282,32 @@ def test_a_full_disk_is_told_with_figures_and_a_remedy(tmp_path, monkeypatch, nu
     assert f"[Errno {number}] {os.strerror(number)}" in text
     if number != errno.EIO:
         assert re.search(r"/0_0-\w+\.safetensors has 8.0 MiB, and 3.0 MiB are free there now", text)
-        advised("native/data_file.py", "make room on that storage for what all its ranks write, and save again", text)
+        advised("media/full_disks.py", "make room on that storage for what all its ranks write, and call again", text)
     fc.save_state_dict({"w": np.ones(2 << 20, np.float32)}, tmp_path)
     target = {"w": np.zeros(2 << 20, np.float32)}
     fc.load_state_dict(target, tmp_path)
     assert target["w"].all() and len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "flip"])
+def test_another_whole_checkpoint_of_the_directory_is_named(tmp_path, damage):
+    pytest.importorskip("paddle")
+    for _ in range(4):
+        fc.save_state_dict({"w": np.ones(5000, np.float32)}, tmp_path)
+    target = {"w": np.zeros(5000, np.float32)}
+    for unique_id in (2, 3):
+        (path,) = tmp_path.glob(f"0_{unique_id}-*.safetensors")
+        if damage == "flip" and unique_id == 3:
+            flip(path, path.stat().st_size - 9)
+        elif damage == "remove":
+            path.unlink()
+        else:
+            os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(fc.CorruptCheckpointError, match=r"Remedy .FC30[45].: .*such as id 1 here \(unique_id=1\)"):
+        fc.load_state_dict(target, tmp_path)
+    assert fc.load_state_dict(target, tmp_path, unique_id=1).unique_id == 1
+    for path in tmp_path.glob("[0-2].manifest"):
+        path.unlink()
+    with pytest.raises(fc.CorruptCheckpointError) as caught:
+        fc.load_state_dict(target, tmp_path)
+    assert "such as id" not in str(caught.value)

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -351,3 +352,13 @@ def test_a_renamed_manifest_is_noticed(tmp_path):
     (tmp_path / "3.manifest").rename(tmp_path / "8.manifest")
     with pytest.raises(CorruptCheckpointError, match=r"8\.manifest is the manifest of id 3"):
         CheckpointDirectory(tmp_path).read_manifest()
+
+
+def test_the_process_of_the_other_save_is_named(tmp_path):
+    lock, _, save = open_to_save(tmp_path).begin_save(None, 1)
+    me = re.escape(f"another save is writing to {tmp_path} (process {os.getpid()} on {socket.gethostname()}). Remedy")
+    with lock, pytest.raises(CheckpointError, match=me):
+        open_to_save(tmp_path).lock()
+    (tmp_path / save.marker_file).write_text("[]")
+    with open_to_save(tmp_path).lock(), pytest.raises(CheckpointError, match=f"writing to {tmp_path}. Remedy"):
+        open_to_save(tmp_path).lock()
