@@ -9,11 +9,11 @@ import argparse
 import json
 from typing import Any
 
-from paddle_flexckpt.aoa.compile import expand_program, explain
+from paddle_flexckpt.aoa.compile import expand_program, explain_targets
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.cli.common import add_aoa, add_set, aoa_config, parse_parameter, read_catalog
+from paddle_flexckpt.cli.common import Outcome, add_aoa, add_set, aoa_config, parse_parameter, read_catalog
 
 _SOURCE = "directory or URL of a checkpoint of the statements' source"
 _TARGET = "directory or URL of a checkpoint of the statements' destination"
@@ -24,7 +24,9 @@ def add_command(commands: Any) -> None:
     explain = commands.add_parser(
         "explain",
         help="where each tensor comes from under AOA statements",
-        epilog="example: flexckpt explain run/step_00000100 --aoa statements.json --key model.norm",
+        description="Prints where each tensor comes from under AOA statements. The exit status is 1 where nothing "
+        "feeds a tensor of TARGET.",
+        epilog="example: flexckpt explain run/step_00000100 --aoa 'model.norm -> norm' --key norm",
     )
     expand = commands.add_parser(
         "expand",
@@ -60,9 +62,11 @@ def add_command(commands: Any) -> None:
     rules.set_defaults(run=_rules)
 
 
-def _explain(options: argparse.Namespace) -> str:
-    """Return where each target comes from."""
-    return explain(aoa_config(options.aoa), read_catalog(options.source), read_catalog(options.target), options.key)
+def _explain(options: argparse.Namespace) -> Outcome:
+    """Return where each target comes from; code 1 if nothing feeds one of TARGET's."""
+    source, target = read_catalog(options.source), read_catalog(options.target)
+    text, unfed = explain_targets(aoa_config(options.aoa), source, target, options.key)
+    return Outcome(text, int(bool(unfed) and target is not None))
 
 
 def _expand(options: argparse.Namespace) -> str:

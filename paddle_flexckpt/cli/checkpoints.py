@@ -22,6 +22,7 @@ from paddle_flexckpt.cli.common import (
     add_verify,
     aoa_config,
     byte_count,
+    checkpoints_of,
     progress_bar,
     write_page,
 )
@@ -105,11 +106,11 @@ def _add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="read a whole checkpoint and list all that is damaged",
-        description="Reads a whole checkpoint and lists all that is damaged. The exit status is 0 where nothing is, "
-        "and 1 otherwise.",
+        description="Reads a whole checkpoint, or all of a run's steps, and lists all that is damaged. The exit "
+        "status is 0 where nothing is, and 1 otherwise.",
         epilog="example: flexckpt verify run/step_00000100",
     )
-    add_checkpoint(parser)
+    add_checkpoint(parser, "directory or URL of the checkpoint, or of a run with its steps")
     add_json(parser)
     parser.set_defaults(run=_verify)
 
@@ -268,13 +269,21 @@ def _verify(options: argparse.Namespace) -> Outcome:
     """Return one line for each problem and a summary; code 1 if there is a problem."""
     from paddle_flexckpt.tools.verification import verify_checkpoint
 
-    with progress_bar(options.json) as progress:
-        report = verify_checkpoint(options.source, options.unique_id, progress=progress)
+    steps = checkpoints_of(options.source, options.unique_id)
+    reports = []
+    for path, unique_id in [(each.path, each.unique_id) for each in steps] or [(options.source, options.unique_id)]:
+        with progress_bar(options.json) as progress:
+            reports.append(verify_checkpoint(path, unique_id, progress=progress))
+    damaged = sum(not each.ok for each in reports)
+    if options.json and steps:
+        from paddle_flexckpt.cli.outputs import VerifyRunReport
+
+        return Outcome(VerifyRunReport(options.source, not damaged, reports).to_json(), int(bool(damaged)))
     if options.json:
-        text = report.to_json()
-    else:
-        text = "\n".join([*_problem_lines(report.problems), report.summary()])
-    return Outcome(text, int(not report.ok))
+        return Outcome(reports[0].to_json(), damaged)
+    lines = [line for each in reports for line in (*_problem_lines(each.problems), each.summary())]
+    lines += [f"{options.source}: {len(steps) - damaged} of {len(steps)} checkpoints are whole"] if steps else []
+    return Outcome("\n".join(lines), int(bool(damaged)))
 
 
 def _problem_lines(problems: list[Problem]) -> list[str]:
@@ -311,7 +320,7 @@ def _repair(options: argparse.Namespace) -> Outcome:
     try:
         report = repair_manifest(options.source, options.unique_id, **chosen)
     except ValidationError as error:
-        raise ValidationError(in_words_of(str(error), _FLAGS)) from error
+        raise ValidationError(in_words_of(str(error), _FLAGS)) from None
     return Outcome(report.summary(), int(bool(report.partial)))
 
 

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, overload
 
-from paddle_flexckpt.catalog import Catalog, ValidationError, without_extra_state
+from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, without_extra_state
 from paddle_flexckpt.catalog.texts import format_bytes, printable
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.file_names import redacted
+from paddle_flexckpt.native.directory import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.progress import Progress, ProgressCallback
 
 if TYPE_CHECKING:
@@ -46,13 +47,13 @@ def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--aoa",
         required=required,
         metavar="CONFIG",
-        help="the AOA statements: a JSON or YAML file, or JSON itself; '-' reads JSON from standard input",
+        help="the AOA statements: a statement, JSON, or a JSON or YAML file; '-' reads JSON from standard input",
     )
 
 
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint(parser: argparse.ArgumentParser, help: str = "directory or URL of the checkpoint") -> None:
     """Add ``CHECKPOINT`` and ``--id``."""
-    parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
+    parser.add_argument("source", metavar="CHECKPOINT", help=help)
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", help="its id; by default the highest")
 
 
@@ -173,6 +174,18 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
         ).rstrip()
         for row in cells
     ]
+
+
+def checkpoints_of(source: str, unique_id: int | None) -> list[CheckpointInfo]:
+    """Return the checkpoints right below a directory that has none itself, as a run's has; else none."""
+    if unique_id is None:
+        try:
+            SourceDirectory(source).origin()
+        except CorruptCheckpointError:
+            return []
+        except ValidationError:
+            return list_checkpoints(source)
+    return []
 
 
 @overload

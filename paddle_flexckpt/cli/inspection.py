@@ -14,6 +14,7 @@ from paddle_flexckpt.cli.common import add_checkpoint, add_json, table
 from paddle_flexckpt.foreign.formats import FORMATS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.optimizer_states import split_state
 
 if TYPE_CHECKING:
     from paddle_flexckpt.cli.outputs import InspectReport
@@ -107,12 +108,15 @@ def _rows_by_key(catalog: Catalog) -> list[tuple[str, np.ndarray]]:
 def _keys(catalog: Catalog) -> list[str]:
     length = catalog.byte_length
     lines = [("key", "dtype", "shape", "shards", "files", "bytes")]
-    for key, rows in _rows_by_key(catalog) if len(catalog) else []:
+    everything = {*catalog.keys}
+    named = [(split_state(key, everything), key, rows) for key, rows in _rows_by_key(catalog)] if len(catalog) else []
+    for (parameter, state), key, rows in sorted(named, key=lambda each: each[0]):
         row = int(rows[0])
         shape = str(list(catalog.unpadded(row, catalog.global_shape)))
         files = len(np.unique(catalog.file[rows]))
         size = int(length[rows].sum())
-        lines.append((key, catalog.dtype_name(row), shape, str(len(rows)), str(files), str(size)))
+        name = f"  .{state}" if state and parameter in everything else key
+        lines.append((name, catalog.dtype_name(row), shape, str(len(rows)), str(files), str(size)))
     return table(lines, right=(3, 4, 5))
 
 

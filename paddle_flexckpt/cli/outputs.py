@@ -11,7 +11,7 @@ from typing import Any
 
 from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.native.unfinished import CleanedDirectory, UnfinishedSave
-from paddle_flexckpt.report import Report
+from paddle_flexckpt.report import Report, VerifyReport
 from paddle_flexckpt.tools.memory_runs import MemoryRun
 
 
@@ -160,6 +160,21 @@ class ListReport(Report):
 
 
 @dataclass(frozen=True)
+class VerifyRunReport(Report):
+    """The result of verifying all checkpoints of a run.
+
+    Attributes:
+        root: Its directory.
+        ok: Whether nothing is wrong in any.
+        checkpoints: The report of each, by rising step.
+    """
+
+    root: str
+    ok: bool
+    checkpoints: list[VerifyReport]
+
+
+@dataclass(frozen=True)
 class CleanReport(Report):
     """The unfinished saves below a directory, and what was removed.
 
@@ -169,13 +184,17 @@ class CleanReport(Report):
         cleaned: The outcome in each of their directories; none without ``--remove``.
         memory: The runs with steps in memory, if this is the directory of a memory tier.
         freed: The directories of those that were removed; none without ``--remove``.
+        chosen: The checkpoint that was chosen, with ``--id`` or ``--step``.
+        removed: The names of its files that were removed; none without ``--remove``.
     """
 
     root: str
     unfinished: list[UnfinishedSave]
-    cleaned: list[CleanedDirectory]
+    cleaned: list[CleanedDirectory] = field(default_factory=list)
     memory: list[MemoryRun] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
+    chosen: CheckpointInfo | None = None
+    removed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

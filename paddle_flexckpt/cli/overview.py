@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
-from paddle_flexckpt.cli.common import Outcome, add_checkpoint, table
+from paddle_flexckpt.cli.common import Outcome, add_checkpoint, checkpoints_of, table
 from paddle_flexckpt.foreign.formats import SourceDirectory, explain_lacking
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
@@ -51,7 +52,7 @@ def add_command(commands: Any) -> None:
         help="sum up the bytes of a checkpoint by layer, role, dtype or rank",
         epilog="example: flexckpt du run/step_00000100 --by role",
     )
-    add_checkpoint(usage)
+    add_checkpoint(usage, "directory or URL of the checkpoint, or of a run with its steps")
     usage.add_argument(
         "--by",
         choices=_GROUPS,
@@ -61,15 +62,22 @@ def add_command(commands: Any) -> None:
 
     cleaning = commands.add_parser(
         "clean",
-        help="list, or remove, what saves that died have left",
+        help="list, or remove, what saves that died have left; or one checkpoint",
         description="Lists the saves that have begun and are not complete, in a directory and up to two levels below "
         "it. With --remove it removes the files of those that died. A running save holds a lock, and is left alone; so "
         "are all checkpoints, and files of which no save is known. In the directory of a memory tier it lists the runs "
-        "that have steps there, and with --remove it removes those that no process holds.",
+        "that have steps there, and with --remove it removes those that no process holds. With --id or --step it "
+        "shows one checkpoint instead, and with --remove it removes that; the only complete one only with --only too.",
         epilog="example: flexckpt clean run --remove",
     )
     cleaning.add_argument("root", metavar="ROOT", help="a directory or URL of checkpoints, as of ls")
     cleaning.add_argument("--remove", action="store_true", help="remove the files of saves that died")
+    which = cleaning.add_mutually_exclusive_group()
+    which.add_argument(
+        "--id", type=int, dest="unique_id", metavar="ID", help="one checkpoint of ROOT itself, by its id"
+    )
+    which.add_argument("--step", type=int, metavar="N", help="one checkpoint of ROOT and below, by its step")
+    cleaning.add_argument("--only", action="store_true", help="with --remove: even if no other complete one is there")
 
     for parser, run in ((listing, _list), (usage, _usage), (cleaning, _clean)):
         parser.add_argument("--json", action="store_true", help="print all as JSON")
@@ -155,6 +163,8 @@ def _clean(options: argparse.Namespace) -> Outcome:
 
     backend = open_backend(options.root)
     _check_exists(backend)
+    if options.unique_id is not None or options.step is not None:
+        return _clean_one(options, backend)
     runs = find_runs(backend)
     freed = [run.path for run in runs if options.remove and remove_unheld(run)]
     directories = [(each, unfinished_in(each, ask=True)) for each in walk(backend)]
@@ -182,6 +192,63 @@ def _clean(options: argparse.Namespace) -> Outcome:
         if not all(run.held for run in runs):
             lines.append(f"`flexckpt clean {options.root} --remove` removes the memory that no process holds")
     return Outcome("\n".join(lines), int(any(each.kept for each in cleaned)))
+
+
+def _clean_one(options: argparse.Namespace, backend: Backend) -> Outcome:
+    """Return a line about the checkpoint that was chosen, and whether it was removed; code 1 if it has to stay."""
+    from paddle_flexckpt.cli.outputs import CleanReport
+
+    found = _checkpoints(backend)
+    if options.step is None:
+        chosen = [each for each in found if each.path == backend.path and each.unique_id == options.unique_id]
+        there = [each.unique_id for each in found if each.path == backend.path]
+    else:
+        chosen = [each for each in found if each.step == options.step]
+        there = [each.step for each in found if each.step is not None]
+    if len(chosen) != 1:
+        what = f"id {options.unique_id}" if options.step is None else f"step {options.step}"
+        paths = ", ".join(each.path for each in chosen)
+        raise ValidationError(
+            f"{backend.path} has {f'several checkpoints of {what}: {paths}' if chosen else f'no {what}'}; there are "
+            f"{there or 'none'}. Remedy (FC301): give one of these, or the directory of one, by --id"
+        )
+    (info,) = chosen
+    is_only = info.complete and sum(each.complete for each in found) == 1
+    refused = options.remove and is_only and not options.only
+    removed = _remove(backend, info) if options.remove and not refused else []
+    if options.json:
+        return Outcome(CleanReport(backend.path, [], chosen=info, removed=removed).to_json(), int(refused))
+    lines = [
+        f"id {info.unique_id} of {info.path}: step {'-' if info.step is None else info.step}, "
+        f"{format_bytes(info.total_bytes)}, {'complete' if info.complete else info.problem}"
+    ]
+    if is_only and not removed:
+        lines.append(f"it is the only complete checkpoint in {backend.path} and below: after it none can be loaded")
+    if removed:
+        lines.append(f"{len(removed)} files removed")
+    elif refused:
+        lines.append("nothing was removed: add --only to remove it all the same")
+    else:
+        which = f"--id {options.unique_id}" if options.step is None else f"--step {options.step}"
+        lines.append(f"`flexckpt clean {options.root} {which} --remove{' --only' * is_only}` removes it")
+    return Outcome("\n".join(lines), int(refused))
+
+
+def _remove(root: Backend, info: CheckpointInfo) -> list[str]:
+    """Remove a checkpoint; below the root also its directory, if that is empty, with the manager's page and report."""
+    from paddle_flexckpt.foreign.paddle_files import open_to_save
+    from paddle_flexckpt.native.id_removal import remove_checkpoint
+
+    directory = open_to_save(info.path)
+    removed = remove_checkpoint(directory, info.unique_id)
+    if info.path != root.path and not directory.backend.names("any"):
+        directory.backend.remove_directory()
+        above, name = open_backend(os.path.dirname(info.path)), os.path.basename(info.path)
+        beside = {f"{name}.html", f"{name}.report.json"}.intersection(above.names())
+        for each in sorted(beside):
+            above.remove(each)
+        removed += sorted(beside)
+    return removed
 
 
 def _memory_line(run: MemoryRun, is_removed: bool) -> str:
@@ -219,24 +286,29 @@ def _age(seconds: float) -> str:
 
 def _usage(options: argparse.Namespace) -> str:
     """Return a line for each group, the largest first."""
-    catalog = SourceDirectory(options.source).read_manifest(options.unique_id).catalog
-    names, of_row = _groups(catalog, options.by)
-    sizes = np.zeros(len(names), dtype=np.int64)
-    np.add.at(sizes, of_row, catalog.byte_length)
-    keys = [len(np.unique(catalog.key[of_row == group])) for group in range(len(names))]
-    order = np.argsort(-sizes, kind="stable").tolist()
-    total = int(sizes.sum())
-    if options.json:
-        from paddle_flexckpt.cli.outputs import Usage, UsageReport
+    from paddle_flexckpt.cli.outputs import Usage, UsageReport
 
-        groups = [Usage(names[i], int(sizes[i]), keys[i]) for i in order]
+    steps = [(each.path, each.unique_id) for each in checkpoints_of(options.source, options.unique_id)]
+    sizes, keys = Counter[str](), Counter[str]()
+    for path, unique_id in steps or [(options.source, options.unique_id)]:
+        catalog = SourceDirectory(path).read_manifest(unique_id).catalog
+        names, of_row = _groups(catalog, options.by)
+        for group, name in enumerate(names):
+            rows = of_row == group
+            sizes[name] += int(catalog.byte_length[rows].sum())
+            keys[name] += len(np.unique(catalog.key[rows]))
+        keys[""] += len(np.unique(catalog.key))
+    total, every_key = sum(sizes.values()), keys.pop("")
+    groups = [Usage(name, size, keys[name]) for name, size in sorted(sizes.items(), key=lambda each: -each[1])]
+    if options.json:
         return UsageReport(options.source, options.by, groups, total).to_json()
     lines = [(options.by, "bytes", "", "share", "keys")]
-    for i in order:
-        size = int(sizes[i])
-        lines.append((names[i], str(size), format_bytes(size), f"{size / max(total, 1):.1%}", str(keys[i])))
-    lines.append(("total", str(total), format_bytes(total), "", str(len(np.unique(catalog.key)))))
-    return "\n".join(table(lines, right=(1, 2, 3, 4)))
+    for each in groups:
+        share = f"{each.bytes / max(total, 1):.1%}"
+        lines.append((each.name, str(each.bytes), format_bytes(each.bytes), share, str(each.keys)))
+    lines.append(("total", str(total), format_bytes(total), "", str(every_key)))
+    last = [f"in {len(steps)} checkpoints"] if steps else []
+    return "\n".join([*table(lines, right=(1, 2, 3, 4)), *last])
 
 
 def _groups(catalog: Catalog, by: str) -> tuple[list[str], np.ndarray]:

@@ -9,6 +9,7 @@ tests/manager/test_step_directories.py.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union
 
@@ -190,7 +191,7 @@ class FollowUp:
         """Take the directories, the saves in the background, the policies, and whether pages and reports are wanted."""
         self._comm, self._steps, self._pending, self._keep = comm, steps, pending, keep
         self._wants_pages, self._wants_reports = pages, reports
-        self._saves: dict[int, tuple[Saved, Mapping[str, float]]] = {}
+        self._saves: dict[int, tuple[Saved, Mapping[str, float], float]] = {}
 
     @property
     def is_due(self) -> bool:
@@ -200,7 +201,7 @@ class FollowUp:
     def add(self, step: int, saved: Saved, metrics: Mapping[str, float]) -> None:
         """Add a save that has ended, or one in the background that has begun."""
         if self._wants_pages:
-            self._saves[step] = saved, dict(metrics)
+            self._saves[step] = saved, dict(metrics), time.time()
 
     def run(self, succeeded: str, reports: Mapping[int, SaveReport] | None = None) -> None:
         """Write pages and reports, and apply retention. Communicates.
@@ -229,21 +230,21 @@ class FollowUp:
         pending = self._pending
         self._steps.retain(self._keep, pending.last_saved, pending.steps, pending.doubtful)
 
-    def _write_pages(self, ended: Mapping[int, tuple[Saved, Mapping[str, float]]]) -> None:
+    def _write_pages(self, ended: Mapping[int, tuple[Saved, Mapping[str, float], float]]) -> None:
         """Write the pages of saves that have ended, except failed ones.
 
         Raises:
             CheckpointError: A page could not be written; the others have been.
         """
         problems = []
-        for step, (saved, metrics) in ended.items():
+        for step, (saved, metrics, begun) in ended.items():
             try:
                 if isinstance(saved, SaveHandle):
                     if saved.error is not None:
                         continue
                     saved = saved.result(0)
                 holders = find_holders(self._steps.directory(step), unique_id=UNIQUE_ID, largest=MOST_DRAWN)
-                self._steps.write_page(step, save_page(saved, holders, step, metrics))
+                self._steps.write_page(step, save_page(saved, holders, step, metrics, begun))
             except (CheckpointError, OSError) as error:
                 problems.append(f"the page of step {step} could not be written: {type(error).__name__}: {error}")
         if problems:

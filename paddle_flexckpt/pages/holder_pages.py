@@ -6,6 +6,7 @@ Tested in tests/pages/test_holder_pages.py.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -262,7 +263,11 @@ def parts_table(report: HoldersReport) -> Markup:
 
 
 def save_page(
-    report: SaveReport, holders: HoldersReport, step: int | None = None, metrics: Mapping[str, float] | None = None
+    report: SaveReport,
+    holders: HoldersReport,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    begun: float | None = None,
 ) -> str:
     """Return a page of a save.
 
@@ -271,10 +276,12 @@ def save_page(
         holders: The ranks that saved each part.
         step: Training step.
         metrics: The metrics recorded with it.
+        begun: When it was saved, in seconds since the epoch.
     """
     pairs: list[tuple[str, Content]] = [
         ("step", "unknown" if step is None else step),
         ("id", report.unique_id),
+        *([] if begun is None else [("saved", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(begun)))]),
         ("tensors", report.keys),
         ("written", format_bytes(report.total_bytes)),
         ("held", format_bytes(report.held_bytes)),

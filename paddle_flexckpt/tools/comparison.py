@@ -17,12 +17,24 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import Report
 from paddle_flexckpt.tools.differences import DifferenceSums, Position, TensorDifference, Tolerances
 from paddle_flexckpt.tools.whole_tensors import iterate_bands
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.transfer.names import is_state
+
+
+def _with_states(keys: list[str]) -> Iterator[str]:
+    """Yield keys, each with its optimizer states that are among them."""
+    everything = {*keys}
+    states: dict[str, list[str]] = {}
+    for key in keys:
+        parameter, state = split_state(key, everything)
+        states.setdefault(parameter if parameter in everything else key, []).extend([state] if state else [])
+    for key, found in states.items():
+        yield f"{key} with its states {', '.join(found)}" if found and key in everything else key
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,8 @@ class DiffReport(Report):
     def lines(self) -> list[str]:
         """Return a line for each difference, for people."""
         lines = [
-            *(f"- {key}: only in the first" for key in self.only_in_first),
-            *(f"+ {key}: only in the second" for key in self.only_in_second),
+            *(f"- {text}: only in the first" for text in _with_states(self.only_in_first)),
+            *(f"+ {text}: only in the second" for text in _with_states(self.only_in_second)),
             *(f"! {key}: {one} in the first, {two} in the second" for key, (one, two) in self.unlike.items()),
             *(f"{'=' if each.within_tolerance else '~'} {key}: {each}" for key, each in self.differing.items()),
         ]

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from paddle_flexckpt.aoa.statements import read_config
 from paddle_flexckpt.cli.common import byte_count
 from paddle_flexckpt.cli.main import main
 from tests.pages.samples import check
@@ -181,9 +182,39 @@ def test_explain_against_a_destination_lists_what_nothing_feeds(checkpoint, tmp_
     path, _ = checkpoint
     other = str(tmp_path / "other")
     save(other, values_of({"l.0.weight": ("float32", (6, 4)), "new": ("float32", (3,))}))
-    text = printed(capsys, "explain", path, other, "--aoa", CONFIG)
+    assert main(["explain", path, other, "--aoa", CONFIG]) == 1
+    text = capsys.readouterr().out
     assert "nothing feeds new: no such source key" in text
     assert "nothing uses source key model.norm" in text
+    assert main(["explain", path, other, "--aoa", CONFIG, "--key", "new"]) == 1
+    assert capsys.readouterr().out == "nothing feeds new: no such source key\n"
+    printed(capsys, "explain", path, other, "--aoa", CONFIG, "--key", "l.0.weight")
+
+
+def test_a_statement_may_be_given_as_it_is(checkpoint, capsys):
+    path, _ = checkpoint
+    text = printed(capsys, "explain", path, "--aoa", "model.norm -> norm", "--key", "norm")
+    assert text.splitlines()[:2] == ["norm  float32 [5]", "  by AOA statement 1: model.norm -> norm"]
+    assert (read_config("a -> b").statements, read_config("a -> b\nc -> d").statements) == (
+        ("a -> b",), ("a -> b\nc -> d",)
+    )  # fmt: skip
+    assert "expected a name; got the end of the text" in failed(capsys, "explain", path, "--aoa", "a ->")
+
+
+def test_states_stand_with_their_parameter(tmp_path, capsys):
+    values = values_of(
+        {key: ("float32", (2,)) for key in ("a.w", "a.w.moment1_0", "a.w.w_0", "a.w2", "b.w", "b.w.moment1_0")}
+    )
+    save(str(tmp_path / "one"), values)
+    names = [line.split()[0] for line in printed(capsys, "inspect", str(tmp_path / "one")).splitlines()[2:-2]]
+    assert names == ["a.w", ".moment1_0", ".w_0", "a.w2", "b.w", ".moment1_0"]
+    del values["a.w"], values["a.w.moment1_0"], values["a.w.w_0"], values["b.w.moment1_0"]
+    save(str(tmp_path / "two"), values)
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "- a.w with its states moment1_0, w_0: only in the first",
+        "- b.w.moment1_0: only in the first",
+    ]
 
 
 def test_expand_writes_macros_out(checkpoint, capsys):

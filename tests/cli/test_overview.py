@@ -100,6 +100,13 @@ def test_du_sums_up_bytes(tmp_path, capsys, by, expected):
     assert lines[-1].split()[:2] == ["total", "458"]
 
 
+def test_du_of_a_run_sums_up_its_steps(root, capsys):
+    of_one = json.loads("\n".join(printed(capsys, "du", str(root / "step_00000100"), "--json")))
+    of_all = json.loads("\n".join(printed(capsys, "du", str(root), "--json")))
+    assert [2 * each["bytes"] for each in of_one["groups"]] == [each["bytes"] for each in of_all["groups"]]
+    assert printed(capsys, "du", str(root))[-1] == "in 2 checkpoints"
+
+
 def test_du_by_rank_counts_what_each_wrote(tmp_path, capsys):
     save(tmp_path / "one", {"w": np.ones((4, 8), np.float32)}, world=2)
     entries = json.loads("\n".join(printed(capsys, "du", str(tmp_path / "one"), "--by", "rank", "--json")))["groups"]

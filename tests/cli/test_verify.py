@@ -45,6 +45,23 @@ def test_verify_of_a_sound_checkpoint(checkpoint, capsys):
     assert line.startswith(f"verified {checkpoint} (id 0): nothing is wrong; 4 tensors")
 
 
+def test_verify_of_a_run_looks_at_all_its_steps(tmp_path, capsys):
+    for step in (1, 2, 3):
+        save(tmp_path / f"step_{step:08d}", values_of(KINDS), world=1, step=step)
+    code, out, err = run(capsys, "verify", str(tmp_path))
+    assert (code, err, out.splitlines()[-1]) == (0, "", f"{tmp_path}: 3 of 3 checkpoints are whole")
+    assert [line.split()[1] for line in out.splitlines()[:-1]] == [
+        str(tmp_path / f"step_{step:08d}") for step in (1, 2, 3)
+    ]
+    (data,) = (tmp_path / "step_00000002").glob("*.safetensors")
+    flip(data, data.stat().st_size - 1)
+    code, out, _ = run(capsys, "verify", str(tmp_path))
+    assert (code, len(out.splitlines()), out.splitlines()[-1]) == (1, 5, f"{tmp_path}: 2 of 3 checkpoints are whole")
+    code, out, _ = run(capsys, "verify", str(tmp_path), "--json")
+    report = json.loads(out)
+    assert (code, report["ok"], [each["ok"] for each in report["checkpoints"]]) == (1, False, [True, False, True])
+
+
 def test_verify_prints_one_line_per_problem_and_a_summary(checkpoint, capsys):
     catalog = CheckpointDirectory(str(checkpoint)).read_manifest().catalog
     for row in (0, len(catalog) - 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import pytest
 
@@ -27,6 +28,7 @@ def test_a_step_has_a_page_as_long_as_it_is_kept(tmp_path):
     found = check(page_of(tmp_path, 1))
     assert [each for tag, each in found.texts if tag == "h1"] == ["Checkpoint of step 1"]
     assert report.summary() in found.text() and "0.25" in found.text()
+    assert time.strftime("saved %Y-%m-%d") in " ".join(found.text().split())
     assert {"w", "b"} <= {each for tag, each in found.texts if tag == "th"}
     save(manager, 2)
     assert tree(tmp_path) == sorted([*files_of(2), "step_00000002.html"])
