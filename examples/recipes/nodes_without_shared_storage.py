@@ -4,6 +4,7 @@ Each rank imitates a node. python -m paddle.distributed.launch --nproc_per_node 
 """
 
 import shutil
+import sys
 
 import paddle
 import paddle.distributed as dist
@@ -12,6 +13,8 @@ from paddle.distributed import fleet
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 
+if dist.ParallelEnv().world_size < 2:
+    sys.exit(f"Start it with the launcher:\n{__doc__}")
 if not paddle.device.is_compiled_with_cuda():
     cpu_world.install()
 fc.install()

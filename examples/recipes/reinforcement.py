@@ -3,6 +3,8 @@
 python -m paddle.distributed.launch --nproc_per_node 2 reinforcement.py
 """
 
+import sys
+
 import paddle
 import paddle.distributed as dist
 from paddle.distributed import fleet
@@ -12,6 +14,8 @@ from paddle_flexckpt.testing import cpu_world
 
 UPDATES, SAMPLES, ACTIONS, GOOD = 4, 64, 8, 5
 
+if dist.ParallelEnv().world_size < 2:
+    sys.exit(f"Start it with the launcher:\n{__doc__}")
 if not paddle.device.is_compiled_with_cuda():
     cpu_world.install()
 fc.install()

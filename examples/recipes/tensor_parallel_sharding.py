@@ -13,7 +13,9 @@ from paddle.distributed import fleet
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 
-TENSOR, SHARDING = (int(argument) for argument in sys.argv[1:])
+TENSOR, SHARDING = (int(argument) for argument in (*sys.argv[1:], 0, 0)[:2])
+if dist.ParallelEnv().world_size != TENSOR * SHARDING:
+    sys.exit(f"Start it with the launcher:\n{__doc__}")
 BATCH, MICRO_BATCH, STEPS, SAVE_AFTER = 16, 4, 4, 2
 
 has_gpu = paddle.device.is_compiled_with_cuda()

@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -54,6 +55,20 @@ def test_a_recipe_prints_what_its_page_says(world, tmp_path, commands, output):
         assert not any(others), "rank 0 alone prints"
         lines += first.splitlines()
     assert lines == output.splitlines()
+
+
+def _needs_ranks(path):
+    return "Start it with the launcher" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", filter(_needs_ranks, sorted(RECIPES.glob("*.py"))), ids=lambda path: path.stem)
+def test_a_recipe_that_needs_ranks_says_how_it_is_started(path, tmp_path):
+    command = [sys.executable, str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "Start it with the launcher:" in done.stderr
+    assert f"python -m paddle.distributed.launch --nproc_per_node 2 {path.name}" in done.stderr
 
 
 def test_every_recipe_is_short_and_has_its_place_in_the_page():
