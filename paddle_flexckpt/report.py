@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.short_reprs import ShortRepr
 from paddle_flexckpt.catalog.texts import format_bytes, patterns
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def copied_files(copied: Sequence[str], notes: Sequence[str]) -> str:
     return text + "".join(f"; note: {note}" for note in notes)
 
 
-class Report:
+class Report(ShortRepr):
     """Base of all reports, which are dataclasses.
 
     Its JSON begins with ``schema``: a name, for which docs/schemas has a JSON Schema, and a version. A new field leaves

@@ -18,6 +18,7 @@ from paddle_flexckpt.catalog import (
     UnreadableCheckpointError,
     ValidationError,
 )
+from paddle_flexckpt.catalog.short_reprs import ShortRepr
 from paddle_flexckpt.catalog.texts import dropped_warning
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.loader import load_state_dict
@@ -42,7 +43,7 @@ _TRIES = 3
 
 
 @dataclass(frozen=True)
-class RestoreReport:
+class RestoreReport(ShortRepr):
     """The result of a restore on this rank.
 
     Attributes:
@@ -195,12 +196,12 @@ def fill_run(
                 comm.together(lambda: targets.check_complete(state, manifest.catalog.keys, options), context)
             asked = {**options.keywords(LoadOptions), "unique_id": unique_id, "storage": held.storage}
             load = load_state_dict(targets.shards, location, comm, **asked)
-        except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
+        except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError):
             # Without locks for readers, the files of a replaced checkpoint are removed at once. And two ranks may see
             # different checkpoints.
             _, found = comm.together(lambda: (None, b"yes" if _is_replaced(backend, held) else b""), context)
             if any(found):
-                raise ReplacedError(_replaced(context)) from error
+                raise ReplacedError(_replaced(context)) from None
             raise
 
         def restore_extra() -> tuple[ExtraStateReport | None, bytes]:

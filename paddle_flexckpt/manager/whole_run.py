@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_flexckpt.background.pending import SaveHandle
+from paddle_flexckpt.catalog.short_reprs import ShortRepr
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -42,7 +43,7 @@ class RunSaveOptions(SaveOptions):
 
 
 @dataclass(frozen=True)
-class RunReport:
+class RunReport(ShortRepr):
     """The result of :func:`load` on this rank.
 
     Attributes:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from paddle_flexckpt.catalog import LostRankError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
 
@@ -160,7 +160,10 @@ def raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], e
     if failures:
         combined = combine([(rank, Failure.decode(failure)) for rank, (_, failure) in failures])
         # Ranks may have been called with different paths; the text has that of the first one that failed.
-        raise combined.error(failures[0][1][0].decode()) from error
+        cause: BaseException | None = error
+        while isinstance(cause, CheckpointError):  # the text has it; others show a place
+            cause = cause.__cause__
+        raise combined.error(failures[0][1][0].decode()) from cause
 
 
 def encode_failure(error: Exception, context: str) -> bytes:

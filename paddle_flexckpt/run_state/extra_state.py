@@ -35,6 +35,7 @@ import numpy as np
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.portable import decode, encode
+from paddle_flexckpt.catalog.short_reprs import ShortRepr
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -67,7 +68,7 @@ _METHODS_OF_DATA = ("state_dict", "load_state_dict", "refuse")
 
 
 @dataclass(frozen=True)
-class ExtraStateReport:
+class ExtraStateReport(ShortRepr):
     """The result of :func:`restore_extra_state`.
 
     Attributes:

@@ -123,7 +123,7 @@ def _rules(family: str, sizes: _Sizes, variant: str) -> dict[str, list[str]]:
     try:
         return model_rules(family, variant, **given)
     except AoaError as error:
-        raise ValidationError([str(error)]) from error
+        raise ValidationError([str(error)]) from None
 
 
 class _Sizes:

@@ -163,7 +163,7 @@ def _load(
     try:
         return load_state_dict(shards, path, comm, **asked.keywords(LoadOptions))
     except ValidationError as error:
-        raise type(error)(in_words_of(str(error), FLAGS)) from error
+        raise type(error)(in_words_of(str(error), FLAGS)) from None
 
 
 def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) -> Any:

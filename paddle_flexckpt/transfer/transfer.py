@@ -215,7 +215,7 @@ class Transfer:
         except ValidationError as error:
             if not source.partial:
                 raise
-            raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from error
+            raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from None
         task = self._task
         meanings, statements_needed = (json.dumps(each).encode() for each in (task.resolution.raw_meanings(), needed))
         # A plan with completions is not cached: its key does not contain the number of steps.

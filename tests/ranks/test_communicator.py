@@ -110,6 +110,14 @@ def test_a_foreign_errors_type_is_in_the_text_and_its_cause_on_its_rank():
     assert outcomes[2].__cause__ is error
 
 
+def test_an_error_of_ours_is_no_cause_and_a_foreign_one_below_it_is():
+    error = ValidationError("wrong")
+    assert agree({2: error})[2].__cause__ is None
+    error.__cause__ = cause = KeyError("a")
+    (found,) = {outcome.__cause__ for outcome in agree({2: error})[2:]}
+    assert found is cause
+
+
 def test_together_goes_on_only_if_all_did_the_step():
     done = []
 

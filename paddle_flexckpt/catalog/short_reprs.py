@@ -1,0 +1,32 @@
+"""A short ``repr`` of dataclasses with many or long fields. Tested in tests/catalog/test_short_reprs.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import fields
+from typing import Any
+
+_LONGEST = 60
+
+
+class ShortRepr:
+    """Base of dataclasses whose ``repr`` leaves out what is empty, and counts the entries of what is long."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give a subclass the method before ``dataclass`` would give it another."""
+        super().__init_subclass__(**options)
+        cls.__repr__ = ShortRepr.__repr__  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        values = ((each.name, getattr(self, each.name)) for each in fields(self))  # type: ignore[arg-type]
+        shown = (f"{name}={_short(value)}" for name, value in values if value not in (None, "", [], {}, ()))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    if len(text) <= _LONGEST or isinstance(value, ShortRepr):
+        return text
+    if isinstance(value, Sized) and not isinstance(value, (str, bytes)):
+        return f"<{len(value)} entries>"
+    return f"{text[:_LONGEST]}..."
