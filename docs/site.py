@@ -153,6 +153,9 @@ MORE = {
 }
 
 
+TROUBLES = "docs/troubleshooting.md"
+
+
 def main(argv: list[str] | None = None) -> None:
     """Write the site's sources to a directory, which is emptied first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -212,9 +215,47 @@ def page(text: str, name: str, root: Path) -> str:
         return found[0]
 
     text = _ESCAPED.sub(row, _LINK.sub(link, _PICTURE.sub(picture, text)))
+    if place == TROUBLES:
+        text = with_texts(text, texts_of_errors(ROOT / "paddle_flexckpt"))
     if not place.startswith(("docs/api/", "docs/commands")):
         text = _NAMED.sub(named, text)
     return f"---\n{META[place]}\n---\n\n{text}" if place in META else text
+
+
+def texts_of_errors(package: Path) -> dict[str, list[str]]:
+    """Return the beginnings of the texts of errors and warnings, by their code, without what is put in."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Problem" and node.args:
+                codes = [each.value for each in node.keywords if each.arg == "code"]
+                text, code = _literal(node.args[0]), _literal(codes[0]) if codes else ""
+            elif isinstance(node, (ast.Constant, ast.JoinedStr)):
+                text, code = (*re.split(r"Remedy \((FC\d{3})\)", _literal(node), maxsplit=1), "", "")[:2]
+            else:
+                continue
+            text = text.split("; ")[0].strip(" .:")
+            if code and len(text.split()) > 2:
+                found.setdefault(code, set()).add(text)
+    return {code: sorted(texts) for code, texts in found.items()}
+
+
+def _literal(node: ast.AST) -> str:
+    """Return a text of the source, with ``...`` for each value that is put in; "" for another expression."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_literal(each) if isinstance(each, ast.Constant) else "..." for each in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def with_texts(page: str, texts: dict[str, list[str]]) -> str:
+    """Return the page of troubles, with the texts of each section's errors at its end, folded up."""
+
+    def section(found: re.Match[str]) -> str:
+        items = "".join(f"<li>{html.escape(each)}</li>" for each in texts.get(found[1], []))
+        fold = f"<details><summary>Texts</summary><ul>{items}</ul></details>\n\n"
+        return f"{found[0].rstrip()}\n\n{fold}" if items else found[0]
+
+    return re.sub(r"^## (FC\d{3}) .*?(?=^<a id=|^## |\Z)", section, page, flags=re.MULTILINE | re.DOTALL)
 
 
 def markdown(code: str) -> str:
