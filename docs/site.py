@@ -234,7 +234,7 @@ def texts_of_errors(package: Path) -> dict[str, list[str]]:
                 text, code = (*re.split(r"Remedy \((FC\d{3})\)", _literal(node), maxsplit=1), "", "")[:2]
             else:
                 continue
-            text = text.split("; ")[0].strip(" .:")
+            text = text.split("; ")[0].strip(" .,:;")
             if code and len(text.split()) > 2:
                 found.setdefault(code, set()).add(text)
     return {code: sorted(texts) for code, texts in found.items()}
@@ -252,7 +252,7 @@ def with_texts(page: str, texts: dict[str, list[str]]) -> str:
 
     def section(found: re.Match[str]) -> str:
         items = "".join(f"<li>{html.escape(each)}</li>" for each in texts.get(found[1], []))
-        fold = f"<details><summary>Texts</summary><ul>{items}</ul></details>\n\n"
+        fold = f"<details><summary>Texts of these errors</summary><ul>{items}</ul></details>\n\n"
         return f"{found[0].rstrip()}\n\n{fold}" if items else found[0]
 
     return re.sub(r"^## (FC\d{3}) .*?(?=^<a id=|^## |\Z)", section, page, flags=re.MULTILINE | re.DOTALL)

@@ -286,8 +286,6 @@ def _age(seconds: float) -> str:
 
 def _usage(options: argparse.Namespace) -> str:
     """Return a line for each group, the largest first."""
-    from paddle_flexckpt.cli.outputs import Usage, UsageReport
-
     steps = [(each.path, each.unique_id) for each in checkpoints_of(options.source, options.unique_id)]
     sizes, keys = Counter[str](), Counter[str]()
     for path, unique_id in steps or [(options.source, options.unique_id)]:
@@ -299,13 +297,15 @@ def _usage(options: argparse.Namespace) -> str:
             keys[name] += len(np.unique(catalog.key[rows]))
         keys[""] += len(np.unique(catalog.key))
     total, every_key = sum(sizes.values()), keys.pop("")
-    groups = [Usage(name, size, keys[name]) for name, size in sorted(sizes.items(), key=lambda each: -each[1])]
+    groups = sorted(sizes.items(), key=lambda each: -each[1])
     if options.json:
-        return UsageReport(options.source, options.by, groups, total).to_json()
+        from paddle_flexckpt.cli.outputs import Usage, UsageReport
+
+        usages = [Usage(name, size, keys[name]) for name, size in groups]
+        return UsageReport(options.source, options.by, usages, total).to_json()
     lines = [(options.by, "bytes", "", "share", "keys")]
-    for each in groups:
-        share = f"{each.bytes / max(total, 1):.1%}"
-        lines.append((each.name, str(each.bytes), format_bytes(each.bytes), share, str(each.keys)))
+    for name, size in groups:
+        lines.append((name, str(size), format_bytes(size), f"{size / max(total, 1):.1%}", str(keys[name])))
     lines.append(("total", str(total), format_bytes(total), "", str(every_key)))
     last = [f"in {len(steps)} checkpoints"] if steps else []
     return "\n".join([*table(lines, right=(1, 2, 3, 4)), *last])

@@ -57,6 +57,13 @@ def load_state_dict(
 ) -> LoadReport:
     """Fill live shards, in place, from a checkpoint that was saved under this or any other layout.
 
+    ::
+
+        state = {"weight": paddle.zeros([4, 2])}  # any part of the checkpoint, under any layout
+        fc.load_state_dict(state, "run/shards", optimizer_states="ignore")
+        turned = {"w": paddle.zeros([2, 4])}
+        fc.load_state_dict(turned, "run/shards", aoa_config=["weight^T -> w"], optimizer_states="ignore")
+
     Every rank of the group calls this with its own targets. Everything is checked on all ranks before the first
     target is changed. Each rank then reads just the bytes that its targets need, each once; or the ranks read together
     (``comm_method``), so that storage is read once for all of them.

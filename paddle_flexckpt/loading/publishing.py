@@ -126,6 +126,10 @@ def publish(
 ) -> PublishReport:
     """Write a live model as safetensors files of whole tensors, as Hugging Face's libraries read them.
 
+    ::
+
+        fc.publish(model, "published")  # model.safetensors, for Hugging Face's libraries
+
     Every rank of the group calls this, and sees the directory. Ranks of one machine write their shards straight into
     each other's files. Data from elsewhere, or with many short runs in a file, is sent to the rank that owns the file.
     Files are about equally large, and a rank holds at most 128 MiB of the data that it receives. The index comes last

@@ -55,6 +55,11 @@ def reshard_sharded_state_dict(
 ) -> LoadReport:
     """Move live state from one layout to another, in memory.
 
+    ::
+
+        source, target = model.sharded_state_dict(), other.sharded_state_dict()
+        fc.reshard_sharded_state_dict(source, target)  # `other` has the values of `model`
+
     Every rank of the group calls this with the shards that it holds and the shards that it wants. A rank copies the
     bytes that it has itself, and receives exactly those that it lacks.
 

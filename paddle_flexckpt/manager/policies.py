@@ -39,7 +39,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 Mode = Literal["min", "max"]
 Policy = TypeVar("Policy")
-# Metrics of KeepBest, of whose absence this process has warned, or which a save has had.
+# Metrics of KeepBest that this process has warned of, or that a save has had.
 _WARNED: set[str] = set()
 _LIBC = ctypes.CDLL(None)
 # Room for a struct sigaction or a sigset_t of any C library. Their contents are not used here.

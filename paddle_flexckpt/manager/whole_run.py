@@ -158,6 +158,12 @@ def load(
 ) -> RunReport:
     """Load the objects of a run, in place, from a checkpoint that was saved under this or any other layout.
 
+    ::
+
+        report = fc.load("run/last", model=model, optimizer=optimizer, lr_scheduler=scheduler)
+        first_step = report.step + 1
+        report.load.bytes_read, report.extra.not_restored  # what was read, and what was not put back
+
     Args:
         path: The directory, as of :func:`load_state_dict`: of :func:`save`, of :func:`save_state_dict`, a step of a
             CheckpointManager, or of another program.

@@ -95,6 +95,10 @@ def _structured(plain: str, value: Any, model: Mapping[str, Any], names: Mapping
 def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, keys: Iterable[str] = ()) -> str:
     """Explain where each target of a load with AOA statements would come from; only the manifest is read.
 
+    ::
+
+        print(fc.explain(["weight^T -> w"], "run/shards", {"w": paddle.zeros([2, 4])}))
+
     Args:
         aoa_config: The statements, as in :func:`load_state_dict`.
         src: The source: a checkpoint's directory, a state dict of this rank's shards, or a catalog.

@@ -29,9 +29,10 @@ def remove_checkpoint(directory: SaveDirectory, unique_id: int) -> list[str]:
         stack.enter_context(claim)
         manifest = directory.read_manifest(unique_id, ())
         files, save = directory.files_of(manifest), SaveNames(unique_id, manifest.save_token)
+        there = {*backend.names()}.intersection((name, *files))
         directory.mark_save(save, manifest.world_size)
         backend.remove(name)
         backend.sync()
         directory.cleaner.remove_save(save, files)
         directory.companion.update()
-    return [name, *files]
+    return sorted(there)

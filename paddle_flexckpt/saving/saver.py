@@ -113,6 +113,15 @@ def save_state_dict(
 ) -> SaveReport | SaveHandle:
     """Save a distributed state to a directory that all ranks share, or to one on each node.
 
+    ::
+
+        fc.install()
+        shards = model.sharded_state_dict()
+        state = {**shards, **optimizer.sharded_state_dict(shards)}
+        fc.save_state_dict(state, "run/shards")
+        handle = fc.save_state_dict(state, "run/shards", async_save=True)  # the next id, in the background
+        handle.result()
+
     Every rank of the group calls this with its own shards. Each distinct shard is written once; replicas share the
     work evenly. The whole checkpoint exists once this returns on any rank; until then a reader finds the old one.
 

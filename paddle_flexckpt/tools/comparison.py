@@ -32,9 +32,12 @@ def _with_states(keys: list[str]) -> Iterator[str]:
     states: dict[str, list[str]] = {}
     for key in keys:
         parameter, state = split_state(key, everything)
-        states.setdefault(parameter if parameter in everything else key, []).extend([state] if state else [])
+        if state and parameter in everything:
+            states.setdefault(parameter, []).append(state)
+        else:
+            states.setdefault(key, [])
     for key, found in states.items():
-        yield f"{key} with its states {', '.join(found)}" if found and key in everything else key
+        yield f"{key} with its states {', '.join(found)}" if found else key
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,11 @@ def diff(
     progress: ProgressCallback | None = None,
 ) -> DiffReport:
     """Compare two checkpoints of any format and layout.
+
+    ::
+
+        report = fc.diff("run/shards", "exported", states=False)
+        assert report.equal, report.lines()
 
     Tensors with the same shards in both are compared by the checksums of their blocks, and only blocks that differ are
     read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits.

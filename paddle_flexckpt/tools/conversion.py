@@ -188,6 +188,11 @@ def convert_checkpoint(
 ) -> ConvertReport:
     """Convert a checkpoint to another format or layout.
 
+    ::
+
+        fc.convert_checkpoint("run/shards", "converted", aoa_config=["weight^T -> w"], states=False)
+        fc.convert_checkpoint("run/shards", "hf", format="huggingface", states=False)
+
     One process converts, without Paddle. An interrupted conversion leaves its files, and the same call goes on with it.
     The destination becomes a checkpoint only at the end.
 

@@ -40,6 +40,11 @@ def export_safetensors(
 ) -> ExportReport:
     """Write a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
 
+    ::
+
+        fc.export_safetensors("run/shards", "exported")  # the parameters, whole
+        fc.export_safetensors("run/shards", "with_states", states=True)
+
     Files that a model is used with are copied too: ``config.json``, and those that a conversion copies. One process
     exports, without Paddle. It holds at most one tensor, or a band of 128 MiB of a larger one, and the
     operands of one tile of a computed one. With AOA statements, the tensors that they make and those that they do not

@@ -37,6 +37,11 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Read a whole checkpoint once and list all problems.
 
+    ::
+
+        report = fc.verify_checkpoint("run/shards")
+        assert report.ok, report.problems
+
     The size, save token and header of every data file and the checksum of every block are compared with the manifest,
     which has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
 

@@ -103,7 +103,7 @@ def test_du_sums_up_bytes(tmp_path, capsys, by, expected):
 def test_du_of_a_run_sums_up_its_steps(root, capsys):
     of_one = json.loads("\n".join(printed(capsys, "du", str(root / "step_00000100"), "--json")))
     of_all = json.loads("\n".join(printed(capsys, "du", str(root), "--json")))
-    assert [2 * each["bytes"] for each in of_one["groups"]] == [each["bytes"] for each in of_all["groups"]]
+    assert [2 * each["bytes"] for each in of_one["groups"][:3]] == [each["bytes"] for each in of_all["groups"][:3]]
     assert printed(capsys, "du", str(root))[-1] == "in 2 checkpoints"
 
 

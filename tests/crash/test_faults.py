@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.media import local
+from paddle_flexckpt.media import full_disks, local
 from tests.crash import explore
 from tests.crash.faults import FAULTS, can_fail, faults
 from tests.crash.job import Job
@@ -49,7 +49,8 @@ def test_both_outcomes_are_met(bench):
 
 
 def _nameless(monkeypatch):
-    monkeypatch.setattr(local, "naming", lambda path: contextlib.nullcontext())
+    for module in (local, full_disks):
+        monkeypatch.setattr(module, "naming", lambda path: contextlib.nullcontext())
 
 
 def _no_abort(monkeypatch):

@@ -98,6 +98,19 @@ QUERIES = {
     "estimate load time": "docs/rehearsal/",
     "node lost restore from memory": "docs/survive/",
 }
+# By the text of an error that a reader pastes, the section that has to be the first result.
+PASTED = {
+    "replicas of one shard differ (key 'experts.0.w', rank 1); expected the values of float32 [0:2] on rank 0": "fc106",
+    "ValidationError: cannot load from '/data/run/step_00000100': the source has no such key (key 'model.w')": "fc201",
+    "CheckpointError: cannot save to '/x': [rank 0] OSError: [Errno 28] No space left on device": "fc402",
+    "another save is writing to /data/run. Remedy (FC403): wait until it has finished, or save elsewhere": "fc403",
+    'ranks disagree: rank 0: {"lr": 1}; rank 1: {"lr": 2}': "fc502",
+    "global shapes differ (key 'embed.weight', rank 0); expected [100, 8] (target); got [50, 8] (source)": "fc205",
+    "cannot load from 'x': wrong. Remedy (FC704): something else that no page says": "fc704",
+}
+# The links of the first page of the results: the page, and its sections that answer best.
+SECTIONS = """[...document.querySelectorAll(".md-search-result__item")[0].querySelectorAll(".md-search-result__link")]
+  .map(link => link.hash)"""
 # The pages of the results, in order. None: the search has not answered yet.
 FOUND = """(() => {
   const items = [...document.querySelectorAll(".md-search-result__item")]
@@ -164,6 +177,13 @@ def search(browser, address, words):
 def test_the_page_that_answers_is_among_the_first_three(browser, address, words):
     found = search(browser, address, words)
     assert QUERIES[words] in found[:3]
+
+
+@pytest.mark.parametrize("text", PASTED)
+def test_the_text_of_an_error_finds_its_section(browser, address, text):
+    assert search(browser, address, text)[0] == "docs/troubleshooting/"
+    sections = [link for link in browser.run(SECTIONS) if link]
+    assert sections[0].startswith(f"#{PASTED[text]}-")
 
 
 def test_no_word_makes_the_search_raise(browser, address):

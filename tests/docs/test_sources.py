@@ -65,6 +65,23 @@ def test_docstrings_become_markdown():
     )
 
 
+def test_sections_of_troubles_have_the_texts_of_their_errors(tmp_path):
+    site = script("site")
+    (tmp_path / "a.py").write_text(
+        'raise E(f"{x} is quite wrong: {y}. Remedy (FC101): mend it")\n'
+        'Problem("one, <two> three", key="k", code="FC102")\n'
+    )
+    texts = site.texts_of_errors(tmp_path)
+    assert texts == {"FC101": ["is quite wrong"], "FC102": ["one, <two> three"]}
+    page = '# T\n\n## FC101 A\n\na\n\n<a id="fc102"></a>\n\n## FC102 B\n\nb\n\n## Other\n\nc\n'
+    made = site.with_texts(page, texts)
+    parts = ["is quite wrong", '<a id="fc102">', "one, &lt;two&gt; three", "## Other"]
+    assert sorted(parts, key=made.index) == parts
+    assert made.count("<details>") == 2
+    found = site.texts_of_errors(ROOT / "paddle_flexckpt")
+    assert "replicas of one shard differ" in found["FC106"] and set(found) > {"FC201", "FC402", "FC604"}
+
+
 def test_documents_that_docstrings_name_are_links():
     made = script("site").markdown("As it says (docs/aoa.md), not ``docs/aoa.md``.")
     assert made == "As it says ([AOA](../aoa.md)), not ``docs/aoa.md``."
@@ -107,7 +124,9 @@ def test_the_page_of_commands_has_arguments_in_tables_and_examples_to_copy():
 def test_nodes_of_the_search_end():
     worker = script("search_worker")
     program = "for(;i<n;i++){var s=r[i],o=this.edges[s];e=e+s+o.id}return e"
-    assert worker.mended(program) == 'for(;i<n;i++){var s=r[i],o=this.edges[s];e=e+s+o.id+";"}return e'
+    made = worker.mended(program)
+    assert made.startswith('addEventListener("message"')
+    assert made.partition("});\n")[2] == program.replace("o.id", 'o.id+";"')
     with pytest.raises(ValueError, match="0 places, not 1"):
         worker.mended("e=e+s")
 
