@@ -244,13 +244,18 @@ def test_a_path_that_is_none_on_one_rank_is_an_error_on_all(values, tmp_path):
 
 def test_a_limit_on_the_size_of_files_is_told_with_its_remedy(tmp_path):
     """And on whole checkpoints, exports and conversions."""
-    state, writer = {"w": np.ones(1 << 19, np.float32)}, fc.BackgroundWriter()
+    state = {"w": np.ones(1 << 19, np.float32)}
+
+    def in_background(path):
+        with fc.BackgroundWriter() as writer:  # its process has the limit of this one
+            fc.save_state_dict(state, path, async_save=writer).result()
+
     fc.save_state_dict(state, tmp_path / "saved")
     calls = [
         lambda path: publish(state, path),
         lambda path: SimulatedWorld(2).run(lambda comm: publish(state, path, comm)),
         lambda path: fc.save_state_dict(state, path),
-        lambda path: fc.save_state_dict(state, path, async_save=writer).result(),
+        in_background,
         lambda path: export_safetensors(tmp_path / "saved", path),
         lambda path: fc.merge_sharded_state_dict(str(tmp_path / "saved"), str(path)),
     ]
@@ -266,7 +271,6 @@ def test_a_limit_on_the_size_of_files_is_told_with_its_remedy(tmp_path):
         assert not [*output.glob("*.safetensors")]
         call(output)
         assert len([*output.glob("*.safetensors")]) == 1
-    writer.close()
 
 
 def test_an_output_that_is_in_use_is_left_as_it_is(values, tmp_path):
