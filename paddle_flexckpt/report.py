@@ -29,8 +29,7 @@ def _of_one_rank(replicas: dict[str, str]) -> str:
     differing = [key for key, text in replicas.items() if text != "equal"]
     if not differing:
         return ""
-    key = differing[0]
-    return f", replicas of {_tensors(len(differing))} differ, such as {key!r}: {replicas[key]}"
+    return f", replicas of {_tensors(len(differing))} differ, such as {differing[0]!r}: {replicas[differing[0]]}"
 
 
 def _speed(count: int, seconds: Mapping[str, float]) -> str:

@@ -10,7 +10,7 @@ _LONGEST = 60
 
 
 class ShortRepr:
-    """Base of dataclasses whose ``repr`` leaves out what is empty, and counts the entries of what is long."""
+    """Base of dataclasses whose ``repr`` leaves out empty values and defaults, and counts the entries of long ones."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a subclass the method before ``dataclass`` would give it another."""
@@ -18,8 +18,10 @@ class ShortRepr:
         cls.__repr__ = ShortRepr.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        values = ((each.name, getattr(self, each.name)) for each in fields(self))  # type: ignore[arg-type]
-        shown = (f"{name}={_short(value)}" for name, value in values if value not in (None, "", [], {}, ()))
+        own = fields(self)  # type: ignore[arg-type]
+        told = [(each.name, getattr(self, each.name), each.default) for each in own]
+        empty: tuple[Any, ...] = (None, "", [], {}, ())
+        shown = (f"{name}={_short(value)}" for name, value, default in told if value not in (*empty, default))
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
