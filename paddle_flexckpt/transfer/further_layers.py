@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Problem
 from paddle_flexckpt.catalog.layer_ranges import LayerRange, layer_ranges, numbered
 from paddle_flexckpt.transfer.problems import NO_KEY
@@ -41,7 +42,7 @@ def by_layers(problems: Sequence[Problem], targets: Iterable[str], source: Itera
                 break
     return [
         *(each for each in problems if each.key not in further),
-        *(_problem(each, lacking, theirs[each.stack]) for each in layer_ranges(further.values())),
+        *(_problem(each, lacking, ours[each.stack], theirs[each.stack]) for each in layer_ranges(further.values())),
     ]
 
 
@@ -54,8 +55,13 @@ def _layers(keys: Iterable[str]) -> dict[str, set[int]]:
     return found
 
 
-def _problem(each: LayerRange, lacking: dict[str, Problem], there: set[int]) -> Problem:
-    first = lacking[each.keys[0]]
+def _problem(each: LayerRange, lacking: dict[str, Problem], own: set[int], there: set[int]) -> Problem:
+    first, hint = lacking[each.keys[0]], ""
+    if there - own:  # those of other ranks, or the same layers under other numbers
+        hint = (
+            "if these layers have other numbers in the source, give AOA statements such as 'NAME -> "
+            f"{quoted(each.keys[0])}' with the names there, which states follow; or "
+        )
     with_states = any(lacking[key].what != NO_KEY for key in each.keys)
     return replace(
         first,
@@ -63,5 +69,5 @@ def _problem(each: LayerRange, lacking: dict[str, Problem], there: set[int]) -> 
         expected=str(each),
         got=f"layers {min(there)} to {max(there)} of {each.stack}*",
         code="FC201",
-        remedy=_REMEDY,
+        remedy=hint + _REMEDY,
     )

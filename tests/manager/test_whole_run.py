@@ -144,6 +144,15 @@ def test_parameters_of_the_models_layers_that_it_lacks_are_a_warning(tmp_path, c
     with provoked("transfer/further_layers.py", "load with strict=False") as caught:
         loaded(Network(5))
     advised("transfer/further_layers.py", "make the model as it was when it was saved", str(caught.value))
+    first = fc.load_merged_state_dict(tmp_path / "run")["layers.0.weight"]
+    fc.save_state_dict({"layers.0.weight": first}, tmp_path / "renumbered")
+    target = {"layers.1.weight": paddle.zeros([4, 4])}
+    with provoked(
+        "transfer/further_layers.py", "if these layers have other numbers in the source, give AOA statements"
+    ):
+        fc.load_state_dict(target, tmp_path / "renumbered")
+    fc.load_state_dict(target, tmp_path / "renumbered", aoa_config=["layers.0.weight -> layers.1.weight"])
+    assert (target["layers.1.weight"] == saved.layers[0].weight).all()
     wider = Network(5)
     before = wider.layers[4].weight.numpy()
     fc.load(tmp_path / "run", model=wider, optimizer_states="ignore", strict=False)

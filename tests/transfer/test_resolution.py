@@ -227,10 +227,13 @@ def test_layers_that_the_source_lacks_are_one_problem():
             expected="layers 4 to 7 of m.layers.*, 4 tensors each, such as a.w",
             got="layers 0 to 3 of m.layers.*",
             code="FC201",
-            remedy="make the model as it was when it was saved, with its number of layers; or, to leave these layers "
-            "as they are, load with strict=False",
+            remedy="if these layers have other numbers in the source, give AOA statements such as 'NAME -> "
+            "m.layers.4.a.w' with the names there, which states follow; or make the model as it was when it was saved, "
+            "with its number of layers; or, to leave these layers as they are, load with strict=False",
         )
     ]
+    problem = the_refusal(solve, stack(range(3), "a", "b"), stack(range(2), "a", "b"))
+    assert problem.remedy.startswith("make the model as it was")
     # Experts; and a rank that has layers of its own alone.
     experts = [f"mlp.experts.{number}.{end}" for number in range(4) for end in "ab"]
     problems = refusal(solve, stack(range(2), *experts), stack(range(2), *experts[:4]))
