@@ -132,15 +132,15 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
 
     try:
         file = open_member(backend, name) if manifest.foreign else backend.open(name)
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         nodes = manifest.nodes_of(name)
         if nodes:
             raise CorruptCheckpointError(
                 f"{path} is missing: the checkpoint was saved with storage='per_node', and the file is on node "
                 f"{' and '.join(nodes)}. Remedy (FC504): load with storage='per_node' where a rank sees that "
                 "directory, or copy the nodes' directories into one"
-            ) from error
-        raise CorruptCheckpointError(f"{path} is missing; the manifest names it. Remedy (FC304): {remedy()}") from error
+            ) from None
+        raise CorruptCheckpointError(f"{path} is missing; the manifest names it. Remedy (FC304): {remedy()}") from None
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
         if file.size != size:

@@ -310,4 +310,4 @@ def test_another_whole_checkpoint_of_the_directory_is_named(tmp_path, damage):
         path.unlink()
     with pytest.raises(fc.CorruptCheckpointError) as caught:
         fc.load_state_dict(target, tmp_path)
-    assert "such as id" not in str(caught.value)
+    assert "such as id" not in str(caught.value) and caught.value.__cause__ is None
