@@ -1,10 +1,10 @@
 """Saves and loads of a device, against the slower of its link and the medium alone.
 
-The device is that of the plugin of the tests (tests/device/plugin/README.md), simulated unless this program was started with
-another one (``python -m tests.device.gpu.on_plugin cuda 1 -m benchmarks.device --gibs 0``). The simulated link, and a
-medium whose writes and reads wait until one of the given bandwidth would have taken or brought the bytes, are slow on
-purpose, so that waiting for them takes the time, and not the machine: what is shown is whether copies, writes and reads
-go on at the same time. With ``--gibs 0`` nothing is slowed down.
+The device is that of the plugin of the tests (tests/device/plugin/README.md), simulated unless this program was
+started with another one (``python -m tests.device.gpu.on_plugin cuda 1 -m benchmarks.device --gibs 0``). The
+simulated link, and a medium whose writes and reads wait until one of the given bandwidth would have taken or brought
+the bytes, are slow on purpose, so that waiting for them takes the time, and not the machine: what is shown is whether
+copies, writes and reads go on at the same time. With ``--gibs 0`` nothing is slowed down.
 
     python -m benchmarks.device                       # 256 MiB, 0.125 GiB/s each
 """

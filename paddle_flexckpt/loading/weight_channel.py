@@ -89,6 +89,7 @@ class WeightChannel:
         self._context = f"cannot push to {url}"
         self._weights: PushedWeights | None = None
         self._pending: PushHandle | None = None
+        self._switch: SwitchProcess | None = None
         self._version, self._pushed = "", 0
         # The coordinator's: where the engine is, the segment that it serves, and the one before if it is free.
         self._place = self._current = self._spare = ""
@@ -131,14 +132,14 @@ class WeightChannel:
             weights.file.nbytes,
             self._leads_files,
         )
-        switch = SwitchProcess(self._url, self._options.timeout) if self._leads else None
         try:
             written = self._write(weights, names)
         except BaseException:
-            if switch is not None:
-                switch.stop()
+            if self._switch is not None:
+                self._switch.stop()
             self._drop(names)
             raise
+        switch, self._switch = self._switch, None
         sent = Sent(name, names, written, not keeps, switch, begin, time.perf_counter() - begin)
         if switch is not None:
             switch.begin(name, self._path)
@@ -230,6 +231,8 @@ class WeightChannel:
         """Write the segment, with the other ranks; return the bytes that this rank wrote."""
 
         def connect() -> tuple[Sink, bytes]:
+            if self._leads:
+                self._switch = SwitchProcess(self._url, self._options.timeout)
             if self._is_here:
                 sink: Sink = LocalSink(self._directory.open(names))
                 return sink, self._directory.path(names.file(names.token)).encode()

@@ -116,14 +116,13 @@ def failures(answers: Sequence[dict[str, Any]]) -> str:
     return "; ".join(f"engine rank {each.get('rank', '?')}: {each.get('error')}" for each in answers if not each["ok"])
 
 
-def refuse(url: str, call: str, answers: Sequence[dict[str, Any]]) -> None:
-    """Raise EngineError if a worker's answer is an error."""
+def refuse(
+    url: str, call: str, answers: Sequence[dict[str, Any]], remedy: str = "see the engine's log, and push again"
+) -> None:
+    """Raise EngineError, with a remedy, if a worker's answer is an error."""
     failed = failures(answers)
     if failed:
-        raise EngineError(
-            f"{url}: {call}: {failed}. The engine serves the version it had. Remedy (FC952): see the engine's log, and "
-            "push again"
-        )
+        raise EngineError(f"{url}: {call}: {failed}. The engine serves the version it had. Remedy (FC952): {remedy}")
 
 
 def lost(url: str, text: str) -> EngineLostError:

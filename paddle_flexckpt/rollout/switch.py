@@ -44,7 +44,8 @@ def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
     if failures(staged):
         with contextlib.suppress(EngineError):
             engine.workers("flex_discard")
-    refuse(engine.url, f"version {version} was not staged", staged)
+    remedy = "give names, shapes and dtypes of the engine's checkpoint by statements (aoa_config=), and push again"
+    refuse(engine.url, f"version {version} was not staged", staged, remedy)
     paused = time.perf_counter()
     engine.pause()
     try:
@@ -130,8 +131,9 @@ class SwitchProcess:
         pipe = self._process.stdin
         if pipe is not None:
             # A line: the end of the pipe would not arrive while a process that was forked meanwhile holds it too.
-            pipe.write(json.dumps({**self._request, "version": version, "path": path}).encode() + b"\n")
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):  # the result says that the process has died
+                pipe.write(json.dumps({**self._request, "version": version, "path": path}).encode() + b"\n")
+                pipe.close()
 
     def is_done(self) -> bool:
         """Return whether the process has ended."""

@@ -352,6 +352,29 @@ def test_a_switch_that_is_killed(stub, monkeypatch):
     assert stub.paused is None
 
 
+def test_a_switch_that_is_killed_before_it_gets_its_request(stub, monkeypatch):
+    channel, model = fc.WeightChannel(stub.url), tensors(1)
+    begin = SwitchProcess.begin
+
+    def killed(self, version, path):
+        self._process.kill()
+        self._process.wait()
+        begin(self, version, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SwitchProcess, "begin", killed)
+        with pytest.raises(fc.EngineError, match=r"was killed. Remedy \(FC952\): push again"):
+            channel.push(model)
+    channel.push(model)
+    assert stub.holds(weights(1))
+
+
+def test_a_switch_that_cannot_start_is_an_error_of_the_push(stub, monkeypatch):
+    monkeypatch.setattr("paddle_flexckpt.rollout.switch.sys.executable", "/nothing")
+    with pytest.raises(fc.CheckpointError, match="/nothing"):
+        fc.WeightChannel(stub.url).push(tensors(1))
+
+
 # -- a receiver on the engine's machine --------------------------------------------------------------------------------
 
 
