@@ -54,6 +54,9 @@ TORCH_STAMP := $(TORCH_VENV)/.stamp
 TORCH_WRITERS ?= megatron-core==0.16.* deepspeed==0.19.*
 TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_layouts.py dcp_chunks.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
 	tests/tools/test_dcp_target.py tests/aoa/test_families.py
+# vLLM on CPUs, which serves weights that a trainer pushes.
+ENGINE_VENV ?= .venv-engine
+ENGINE_STAMP := $(ENGINE_VENV)/.stamp
 # mkdocs and its theme, which read the code but do not import Paddle.
 DOCS_VENV ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.stamp
@@ -128,6 +131,11 @@ test-paddleformers: $(FORMERS_STAMP) ## run the tests through the trainer of Pad
 test-torch: $(TEST_STAMP) $(TORCH_STAMP) ## have torch, Megatron-Core and DeepSpeed write checkpoints, and read them; have torch load ours; in an environment of its own
 	@echo "[make] checkpoints of torch, Megatron-Core and DeepSpeed"
 	@FLEXCKPT_TORCH_PYTHON=$(abspath $(TORCH_VENV))/bin/python $(BIN)/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS)
+
+.PHONY: test-rollout
+test-rollout: $(TEST_STAMP) $(ENGINE_STAMP) ## push weights to engines of vLLM on one and two ranks, in an environment of its own
+	@echo "[make] weights that reach a serving engine"
+	@FLEXCKPT_VLLM_PYTHON=$(abspath $(ENGINE_VENV))/bin/python $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/rollout
 
 .PHONY: test-device
 test-device: $(TEST_STAMP) $(NLP_STAMP) ## run the suites with a simulated device current, and the matrix of strategies on 2 and 4 of them; results in device-matrix.json
@@ -327,6 +335,11 @@ $(TORCH_STAMP):
 	@$(TORCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) 'torch==2.13.*' 'transformers==5.23.*' numpy safetensors setuptools wheel
 	@# Without its own kernels, which need a compiler of CUDA; its build asks torch.
 	@DS_BUILD_OPS=0 $(TORCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) --no-build-isolation $(TORCH_WRITERS)
+	@touch $@
+
+$(ENGINE_STAMP): tests/rollout/install_engine
+	@echo "[make] creating $(ENGINE_VENV) with vLLM"
+	@PYTHON="$(PYTHON)" INSTALL_FLAGS="$(INSTALL_FLAGS)" tests/rollout/install_engine $(ENGINE_VENV)
 	@touch $@
 
 $(DOCS_STAMP): $(METADATA)

@@ -43,6 +43,7 @@ NOT_RUN = {
     ("docs/model_rules.md", "hf_rules(type(model)"): "needs PaddleNLP; tests/trainer/test_model_rules.py calls it",
     ("docs/rollout.md", 'WeightChannel("http://engine'): "needs vLLM; tests/rollout/test_channel.py pushes so",
     ("docs/rollout.md", "to_engine_names"): "a pattern; tests/distributed/test_fastdeploy_snapshots.py publishes so",
+    ("docs/rollout.md", "--worker-extension-cls"): "needs vLLM; tests/rollout/vllm_server.py starts it so",
     ("docs/rollout.md", "flexckpt receive"): "never ends; tests/rollout/test_receiver.py runs it",
     ("docs/rollout.md", "receiver="): "needs two machines; tests/rollout/test_channel.py pushes so to a receiver",
     ("docs/scaling.md", "benchmarks.scaling"): "takes minutes; tests/test_benchmark_scaling.py runs less of it",

@@ -20,6 +20,7 @@ KNOWN_CIRCLES: tuple[set[str], ...] = ()
 FLOOR = (
     *("algebra", "catalog", "planning.write_plan", "aoa", "media.remote", "native.reader", "native.directory"),
     *("ranks.communicator", "foreign.formats", "report", "tools.export", "background.writer"),
+    "rollout.vllm_extension",
 )
 
 

@@ -6,6 +6,7 @@ here knows an engine: what a worker needs of it is :class:`Engine`. Tested in te
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +94,7 @@ class EngineWorker:
         """Return what this worker holds, the segments that it has mapped, and the identity of their directory."""
         mapped = {version.path for version in (self._accepted, self._current, self._staged) if version}
         return {
-            "version": self._current.name if self._current else UNDEFINED,
+            "version": self._name,
             "accepted": self._accepted.name,
             "staged": self._staged.name if self._staged else None,
             "segments": sorted(os.path.basename(path) for path in mapped if path),
@@ -136,14 +137,9 @@ class EngineWorker:
         if self._staged is None or self._staged.name != version:
             held = f"version {self._staged.name} is" if self._staged else "nothing is"
             raise ValidationError(f"version {version} cannot be committed: {held} staged")
-        before, self._current = self._current, None
-        staged, self._staged = self._staged, None
-        try:
-            self._load(staged)
-        finally:
-            # A version that was committed, and never accepted.
-            if before and before is not self._accepted and before.tensors:
-                before.tensors.close()
+        self._current, staged, self._staged = None, self._staged, None
+        with self._arrays(staged) as arrays:
+            self._engine.load(arrays)
         self._current = staged
         return {"version": version}
 
@@ -155,13 +151,10 @@ class EngineWorker:
         self._check_usable()
         self.discard()
         if self._current is not self._accepted:
-            before, self._current = self._current, None
-            self._needs_restart = True
-            self._load(self._accepted)
-            self._needs_restart = False
-            self._current = self._accepted
-            if before and before.tensors:
-                before.tensors.close()
+            self._current, self._needs_restart = None, True
+            with self._arrays(self._accepted) as arrays:
+                self._engine.load(arrays)
+            self._current, self._needs_restart = self._accepted, False
         return {"version": self._accepted.name}
 
     def accept(self, version: str) -> dict[str, Any]:
@@ -171,8 +164,7 @@ class EngineWorker:
             ValidationError: Another version is committed.
         """
         if self._current is None or self._current.name != version:
-            held = self._current.name if self._current else UNDEFINED
-            raise ValidationError(f"version {version} cannot be accepted: the worker holds version {held}")
+            raise ValidationError(f"version {version} cannot be accepted: the worker holds version {self._name}")
         before, self._accepted = self._accepted, self._current
         return {"released": before is self._accepted or before.tensors is None or before.tensors.close()}
 
@@ -193,15 +185,10 @@ class EngineWorker:
         """
         wanted = json.loads(request)
         if self._current is None or wanted["version"] != self._current.name:
-            held = self._current.name if self._current else UNDEFINED
-            raise ValidationError(f"the digests are of version {wanted['version']}; the worker holds version {held}")
-        mapped = self._current.tensors or self._base.map()
-        try:
-            different = _differing(mapped.arrays, wanted["regions"])
-            live = self._engine.compare(mapped.arrays)
-        finally:
-            if self._current.tensors is None:
-                mapped.close()
+            raise ValidationError(f"the digests are of version {wanted['version']}, the worker holds {self._name}")
+        with self._arrays(self._current) as arrays:
+            different = _differing(arrays, wanted["regions"])
+            live = self._engine.compare(arrays)
         return {
             "compared": len(wanted["regions"]),
             "different": len(different),
@@ -217,27 +204,29 @@ class EngineWorker:
         if self._needs_restart:
             raise CheckpointError("a roll-back failed: the model may hold parts of two versions; restart the engine")
 
-    def _load(self, version: Version) -> None:
-        if version.tensors:
-            self._engine.load(version.tensors.arrays)
-            return
-        base = self._base.map()
+    @property
+    def _name(self) -> str:
+        return self._current.name if self._current else UNDEFINED
+
+    @contextlib.contextmanager
+    def _arrays(self, version: Version) -> Iterator[Tensors]:
+        tensors = version.tensors or self._base.map()
         try:
-            self._engine.load(base.arrays)
+            yield tensors.arrays
         finally:
-            base.close()
+            if version.tensors is None:
+                tensors.close()
 
 
 def _differences(expected: Kinds, got: Kinds, path: str) -> Iterator[Problem]:
     for name in sorted(expected.keys() | got.keys()):
-        if name not in got:
-            yield Problem("the segment lacks a tensor of the engine's checkpoint", name, file=path)
-        elif name not in expected:
-            yield Problem("the engine's checkpoint has no such tensor", name, file=path)
-        elif expected[name] != got[name]:
-            (code, shape), (other, extents) = expected[name], got[name]
-            wanted, found = f"{code} {list(shape)}", f"{other} {list(extents)}"
-            yield Problem("the tensor is another than that of the engine's checkpoint", name, None, path, wanted, found)
+        wanted, found = (_shown(kinds.get(name)) for kinds in (expected, got))
+        if wanted != found:
+            yield Problem("a tensor is not as in the engine's checkpoint", name, None, path, wanted, found)
+
+
+def _shown(kind: tuple[str, tuple[int, ...]] | None) -> str:
+    return f"{kind[0]} {list(kind[1])}" if kind else "no such tensor"
 
 
 def _differing(arrays: Tensors, regions: Sequence[Any]) -> list[str]:

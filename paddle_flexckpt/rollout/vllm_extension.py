@@ -8,7 +8,9 @@ again by multiplying rows of the identity. Tested in tests/rollout/test_vllm.py,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,44 +31,28 @@ def register() -> None:
         )
 
 
+def _method(name: str) -> Callable[..., dict[str, Any]]:
+    """Return the method of a worker that calls one of its :class:`EngineWorker`, and answers a status."""
+
+    def method(self: Any, *arguments: str) -> dict[str, Any]:
+        def call() -> dict[str, Any]:
+            return getattr(worker_of(self.model_runner.get_model(), self.vllm_config), name)(*arguments)
+
+        return answer(self.rank, call, ())
+
+    return method
+
+
 class FlexExtension:
-    """The methods of a worker that ``/collective_rpc`` calls; each is of :class:`EngineWorker` and answers a status."""
+    """The methods of a worker that ``/collective_rpc`` calls, as :class:`EngineWorker` describes them."""
 
-    def flex_status(self, *arguments: str) -> dict[str, Any]:
-        """Answer what this worker holds."""
-        return _answer(self, "status", arguments)
-
-    def flex_stage(self, *arguments: str) -> dict[str, Any]:
-        """Map a segment."""
-        return _answer(self, "stage", arguments)
-
-    def flex_commit(self, *arguments: str) -> dict[str, Any]:
-        """Load the staged version."""
-        return _answer(self, "commit", arguments)
-
-    def flex_rollback(self, *arguments: str) -> dict[str, Any]:
-        """Restore the version that was accepted last."""
-        return _answer(self, "rollback", arguments)
-
-    def flex_accept(self, *arguments: str) -> dict[str, Any]:
-        """Drop the version before."""
-        return _answer(self, "accept", arguments)
-
-    def flex_discard(self, *arguments: str) -> dict[str, Any]:
-        """Drop what is staged."""
-        return _answer(self, "discard", arguments)
-
-    def flex_digests(self, *arguments: str) -> dict[str, Any]:
-        """Compare digests with the current version."""
-        return _answer(self, "digests", arguments)
-
-
-def _answer(worker: Any, name: str, arguments: tuple[str, ...]) -> dict[str, Any]:
-    def call(*arguments: str) -> dict[str, Any]:
-        engine_worker = worker_of(worker.model_runner.get_model(), worker.vllm_config)
-        return getattr(engine_worker, name)(*arguments)
-
-    return answer(worker.rank, call, arguments)
+    flex_status = _method("status")
+    flex_stage = _method("stage")
+    flex_commit = _method("commit")
+    flex_rollback = _method("rollback")
+    flex_accept = _method("accept")
+    flex_discard = _method("discard")
+    flex_digests = _method("digests")
 
 
 def worker_of(model: Any, vllm_config: Any) -> EngineWorker:
@@ -80,6 +66,7 @@ def _as_torch(tensors: Tensors) -> Iterator[tuple[str, Any]]:
     """Yield arrays as tensors of torch over the same memory, which they keep mapped."""
     import torch
 
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
     for name, array in tensors.items():
         flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
         yield name, flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
@@ -119,9 +106,9 @@ class VllmEngine:
         from vllm.config import set_current_vllm_config
 
         result = LiveComparison()
-        with set_current_vllm_config(self._config), torch.no_grad(), _loadable(self._model) as layers:
+        with set_current_vllm_config(self._config), torch.no_grad(), _loadable(self._model) as unpack:
             for name, tensor in _as_torch(tensors):
-                comparison = _comparison(layers)
+                comparison = _comparison(unpack)
                 try:
                     with comparison:
                         self._model.load_weights([(name, tensor)])
@@ -163,8 +150,8 @@ def _unpack(layer: Any, rows: int, columns: int) -> Any:
 
 
 @contextlib.contextmanager
-def _loadable(model: Any) -> Iterator[dict[int, Any]]:
-    """Give packed layers a parameter as their loader expects it, without memory; yield the layers by its storage."""
+def _loadable(model: Any) -> Iterator[Callable[[int], Any]]:
+    """Give packed layers parameters as their loaders expect, without memory; yield what unpacks that of a storage."""
     from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
 
     packed, layers = [], {}
@@ -177,14 +164,19 @@ def _loadable(model: Any) -> Iterator[dict[int, Any]]:
         packed.append((layer, layer.weight))
         layer._parameters["weight"] = parameter
         layers[parameter.untyped_storage()._cdata] = layer
+
+    @functools.lru_cache(maxsize=1)  # the parts of a fused parameter come one after the other
+    def unpack(storage: int) -> Any:
+        return _unpack(layers[storage], *layers[storage].weight.shape)
+
     try:
-        yield layers
+        yield unpack
     finally:
         for layer, weight in packed:
             layer._parameters["weight"] = weight
 
 
-def _comparison(layers: dict[int, Any]) -> Any:
+def _comparison(unpack: Callable[[int], Any]) -> Any:
     """Return a mode in which copies to parameters only compare; ``results`` has a bool for each."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -197,8 +189,11 @@ def _comparison(layers: dict[int, Any]) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.copy_.default:
                 target, source = args[:2]
-                held = _held(layers, target)
-                self.results.append(torch.equal(held, source.to(held.dtype).expand_as(held)))
+                held = target
+                if target.is_meta:
+                    weight = unpack(target.untyped_storage()._cdata)
+                    held = weight.as_strided(target.size(), target.stride(), target.storage_offset())
+                self.results.append(torch.equal(held, source.to(held).expand_as(held)))
             elif func._schema.name not in ("aten::fill_", "aten::zero_"):  # of padding
                 if func._schema.is_mutable:
                     raise TypeError(f"its loader calls {func}")
@@ -206,12 +201,3 @@ def _comparison(layers: dict[int, Any]) -> Any:
             return args[0]
 
     return Comparison()
-
-
-def _held(layers: dict[int, Any], target: Any) -> Any:
-    """Return the part of a parameter that a loader writes to, unpacked."""
-    if not target.is_meta:
-        return target
-    layer = layers[target.untyped_storage()._cdata]
-    weight = _unpack(layer, *layer.weight.shape)
-    return weight.as_strided(target.size(), target.stride(), target.storage_offset())

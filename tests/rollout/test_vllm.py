@@ -132,9 +132,9 @@ def test_a_segment_that_does_not_fit_touches_nothing(pair: Pair, tmp_path: Path)
     tensors = load_file(pair.new)
     name = "model.layers.1.self_attn.k_proj.weight"
     lacking = {key: array for key, array in tensors.items() if key != name}
-    for changed, text in ((lacking, "lacks a tensor"), ({**tensors, name: tensors[name][:-1]}, "is another than")):
+    for changed, text in ((lacking, "no such tensor"), ({**tensors, name: tensors[name][:-1]}, r"\w+ \[127, 256\]")):
         save_file(changed, tmp_path / "bad")
-        with pytest.raises(RefusedError, match=rf"{text} [^\n]*{name}"):
+        with pytest.raises(RefusedError, match=rf"{name}.*; got {text}(;|$)"):
             push(pair.first.url, "21", str(tmp_path / "bad"))
     assert not any(each["ok"] for each in rpc(pair.first.url, "flex_stage"))
     assert not any(each["ok"] for each in rpc(pair.first.url, "flex_commit", "22"))
@@ -144,7 +144,7 @@ def test_a_segment_that_does_not_fit_touches_nothing(pair: Pair, tmp_path: Path)
 def test_a_request_under_way_goes_on_with_the_new_weights(pair: Pair) -> None:
     push(pair.first.url, "30", pair.old)
     push(pair.second.url, "30", pair.new)
-    tokens = 1000
+    tokens = 300
     before = token_ids(pair.first.complete(tokens=tokens, logprobs=0))
     got: list[int] = []
     begun = threading.Event()

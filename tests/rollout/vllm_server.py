@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
+import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,13 @@ class VllmServer:
     def wait(self) -> VllmServer:
         """Wait until it is ready."""
         assert self._ready.wait(600), "".join(self.log[-50:])
-        assert self._process.poll() is None and self._reader.is_alive(), "".join(self.log[-50:])
-        return self
+        for _ in range(100):  # it listens soon after it says so
+            with contextlib.suppress(urllib.error.URLError):
+                assert call(self.url, "/health", method="GET")[0] == 200
+                return self
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.1)
+        raise AssertionError("".join(self.log[-50:]))
 
     def wait_for_end(self) -> str:
         """Wait until it has ended by itself; return what it has printed."""
