@@ -38,11 +38,17 @@ class LostCoordinatorError(LostRankError):
 
 
 class _Link:
-    """A connection between a member and the coordinator, with the messages that leave and arrive by it."""
+    """A connection between a member and the coordinator, with the messages that leave and arrive by it.
+
+    Attributes:
+        connection: The connection to the other end.
+        position: The place of the other end in the group.
+        moved: The time at which a byte has left or arrived last.
+    """
 
     def __init__(self, connection: socket.socket, position: int) -> None:
-        """Args: connection: to the other end. position: the place of that in the group."""
-        self.connection, self.position = connection, position
+        """Take the attributes."""
+        self.connection, self.position, self.moved = connection, position, time.monotonic()
         self._leaving = SendQueue()
         self._arriving: IncomingMessage | None = None
 
@@ -55,6 +61,7 @@ class _Link:
         try:
             while not self._leaving.is_done:
                 self._leaving.send(self.connection)
+                self.moved = time.monotonic()
         except BlockingIOError:
             return False
         except OSError:  # the other end receives nothing any more; its earlier messages can still be read
@@ -71,6 +78,7 @@ class _Link:
         arriving = self._arriving = self._arriving or IncomingMessage([exchange, FAREWELL], PAYLOADS)
         with contextlib.suppress(BlockingIOError):
             arriving.receive(self.connection)
+            self.moved = time.monotonic()
         if not arriving.is_done:
             return None
         self._arriving = None
@@ -245,32 +253,37 @@ class WriterGroup(Communicator):
         self._listener.selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _answer(self, notes: Mapping[int, bytes]) -> None:
-        """Send notes to all connected members."""
-        self._send_to_all(self._exchanges, join(pack_by_position(notes)))
+        """Send notes to all connected members. The others wait as long as for the shares of others."""
+        self._send_to_all(self._exchanges, join(pack_by_position(notes)), self._timeout / 2)
 
     def _give_up(self, text: str) -> LostRankError:
         """Return the error that ends the save, after informing all others."""
         self._lost = LostRankError(text)
-        self._send_to_all(FAREWELL, text.encode())
+        self._send_to_all(FAREWELL, text.encode(), _GRACE_SECONDS)
         return self._lost
 
-    def _send_to_all(self, exchange: int, payload: bytes) -> None:
-        """Send a message to all connected members; one that receives nothing for long is cut off."""
+    def _send_to_all(self, exchange: int, payload: bytes, patience: float) -> None:
+        """Send a message to all connected members; one that takes no byte for so long, or twice that, is cut off."""
         message = encode(exchange, [payload, b""])
         with selectors.DefaultSelector() as waiting:
             for link in self._links.values():
                 link.enqueue(message)
                 if not link.send():
                     waiting.register(link.connection, selectors.EVENT_WRITE, link)
+            begin = time.monotonic()
             while waiting.get_map():
-                ready = waiting.select(_GRACE_SECONDS)
-                for key in [key for key, _ in ready] or [*waiting.get_map().values()]:
-                    if not ready:
-                        # This ends the connection for the other end too; it is read to its end later.
-                        with contextlib.suppress(OSError):
-                            key.data.connection.shutdown(socket.SHUT_RDWR)
+                left = begin + patience - time.monotonic()
+                for key, _ in waiting.select(max(0.0, left)):
                     if key.data.send():
                         waiting.unregister(key.fileobj)
+                if left > 0:
+                    continue
+                for key in [key for key in waiting.get_map().values() if key.data.moved <= begin]:
+                    # This ends the connection for the other end too; it is read to its end later.
+                    with contextlib.suppress(OSError):
+                        key.data.connection.shutdown(socket.SHUT_RDWR)
+                    waiting.unregister(key.fileobj)
+                begin = time.monotonic()
 
     # -- a member ------------------------------------------------------------------------------------------------------
 
@@ -287,12 +300,13 @@ class WriterGroup(Communicator):
 
     def _receive_notes(self) -> dict[int, bytes]:
         """Send the waiting messages, and return the coordinator's notes of this exchange, by position."""
-        link, patience = self._links[self._coordinator], self._timeout + _GRACE_SECONDS
-        deadline, selector = time.monotonic() + patience, self._listener.selector
+        link, selector = self._links[self._coordinator], self._listener.selector
+        link.moved = time.monotonic()
         selector.register(link.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         try:
             while True:
-                left = deadline - time.monotonic()
+                # As long as bytes move, the coordinator is there: its own timeout begins with each of them.
+                left = link.moved + self._timeout + _GRACE_SECONDS - time.monotonic()
                 if not self._listener.select(left):
                     if left <= 0:
                         raise self._lose_coordinator()
@@ -311,8 +325,6 @@ class WriterGroup(Communicator):
                     raise self._lost
                 if payload:
                     return unpack_by_position(split(payload))
-                # The coordinator is there: its own timeout begins now.
-                deadline = time.monotonic() + patience
         finally:
             selector.unregister(link.connection)
 

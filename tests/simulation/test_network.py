@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from paddle_flexckpt.catalog import LostRankError
+from paddle_flexckpt.catalog.wire import join, pack_by_position
 from paddle_flexckpt.ranks import host_channel
+from paddle_flexckpt.ranks.framing import encode
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome
 from paddle_flexckpt.ranks.lost_ranks import address_of, open_presence
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
@@ -163,8 +165,16 @@ def test_what_is_cut_off_arrives_when_the_network_heals() -> None:
     assert 102 < world.scheduler.now < 110
 
 
-def write_together(seed: int, disturb: Callable[[World, list[Process]], None] = lambda *_: None, size: int = 5) -> Any:
-    """Have writers make a save, of which rank 1 is the coordinator's: three exchanges, the second of 2 MB from each."""
+def write_together(
+    seed: int,
+    disturb: Callable[[World, list[Process]], None] = lambda *_: None,
+    size: int = 5,
+    told_bytes: int = 0,
+) -> Any:
+    """Have writers make a save, of which rank 1 is the coordinator's: three exchanges, the second of 2 MB from each.
+
+    In the first all get at least ``told_bytes`` from each.
+    """
     token, outcome, addresses = bytes(16), {}, {}
     with World(seed) as world:
 
@@ -180,7 +190,7 @@ def write_together(seed: int, disturb: Callable[[World, list[Process]], None] = 
                     listener, [addresses[each] for each in range(size)], token, range(size), rank, 1, 60.0
                 )
                 world.scheduler.sleep(1.0 + rank)
-                told = [group.together(lambda: (None, b"%d" % rank))[1]]
+                told = [group.together(lambda: (None, (b"%d" % rank).ljust(told_bytes)))[1]]
                 told.append(group.trade(lambda: (None, b"", {1: bytes([rank]) * (2 << 20)}))[2])
                 told.append(group.together(lambda: (None, b"%d" % rank))[1])
                 outcome[rank] = told
@@ -257,6 +267,50 @@ def test_a_stopped_writer_goes_on() -> None:
 
     outcome, _ = write_together(1, disturb)
     assert all(isinstance(outcome[rank], list) for rank in range(5))
+
+
+def test_a_writer_that_takes_a_large_answer_late_goes_on() -> None:
+    """It has sent its part, and is stopped while the others send theirs."""
+
+    def disturb(world: World, writers: list[Process]) -> None:
+        world.scheduler.after(4.0, writers[0].stop)
+        world.scheduler.after(24.0, writers[0].resume)
+
+    outcome, _ = write_together(1, disturb, told_bytes=1 << 20)
+    assert all(isinstance(outcome[rank], list) for rank in range(5)), outcome
+
+
+def test_a_writer_whose_answer_comes_slowly_waits_for_as_long_as_it_comes() -> None:
+    token, addresses, outcome = bytes(16), {}, {}
+    with World(1) as world:
+
+        def listen(position: int) -> GroupListener:
+            presence = open_presence()
+            addresses[position] = address_of(presence, bytes(16))
+            while len(addresses) < 2:
+                world.scheduler.sleep(0.1)
+            return GroupListener(presence, bytes(16))
+
+        def write() -> None:
+            listener = listen(0)
+            group = WriterGroup(listener, [addresses[0], addresses[1]], token, range(2), 0, 1, 60.0)
+            outcome["told"] = group.all_gather(b"mine")
+
+        def coordinate() -> None:
+            listener, callers = listen(1), []
+            while not callers:
+                listener.select(1.0)
+                callers = listener.take(token)
+            answer = join(pack_by_position({0: b"mine", 1: bytes(1000)}))
+            message = b"".join(encode(1, [answer, b""]))
+            for start in range(0, len(message), 200):
+                world.scheduler.sleep(40.0)
+                callers[0][1].sendall(message[start : start + 200])
+
+        world.start("writes", write, 0)
+        world.start("coordinates", coordinate, 1)
+        world.scheduler.run(steps=200_000)
+    assert outcome["told"] == [b"mine", bytes(1000)]
 
 
 def test_who_sends_more_than_a_dead_receiver_takes_gets_an_error() -> None:
