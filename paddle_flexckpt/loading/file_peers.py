@@ -388,7 +388,8 @@ class FilePeers(Peers):
 def _by_rank(ranks: Sequence[int], places: Sequence[bytes]) -> np.ndarray:
     """Return int64 by rank, the number of its place; the last entry is that of nobody."""
     node = np.full(max(ranks) + 2, -1, dtype=np.int64)
-    node[np.asarray(ranks)] = [list(places).index(place) for place in places]
+    number: dict[bytes, int] = {}
+    node[np.asarray(ranks)] = [number.setdefault(place, len(number)) for place in places]
     return node
 
 

@@ -57,7 +57,7 @@ def rebuild_files(
     for name in manifest.parity_files:
         readers[name] = [position for position, each in enumerate(parity) if isinstance(each.get(name), list)]
     # Ranks that see the same files share a directory.
-    places = [(*row.tolist(), *each) for row, each in zip(seen, parity)]
+    places = [(row.tobytes(), *each) for row, each in zip(seen, parity)]
     makers = _choose_makers(manifest, planned, readers, seen, places)
     reasons |= dict.fromkeys(planned.keys() - makers.keys(), "parity can rebuild it only where it is damaged")
     makings = []

@@ -6,6 +6,7 @@ Tested in tests/saving/test_nodes.py, tests/crash/test_nodes.py and tests/backgr
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,9 +43,18 @@ class NodeLayout:
     copies: int = 1
     parity: int | None = None
 
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """Return the number of each rank's node, and the rank's place there, by position."""
+        return {
+            position: (number, place)
+            for number, members in enumerate(self.nodes)
+            for place, position in enumerate(members)
+        }
+
     def node_of(self, position: int) -> int:
         """Return the number of a rank's node."""
-        return next(number for number, members in enumerate(self.nodes) if position in members)
+        return self._places[position][0]
 
     def holders(self, position: int) -> list[int]:
         """Return the nodes that get a rank's data file, its own first."""
@@ -53,9 +63,9 @@ class NodeLayout:
 
     def receivers(self, position: int) -> list[int]:
         """Return the positions of the ranks that write copies of a rank's data file on other nodes."""
-        own, *others = self.holders(position)
-        index = self.nodes[own].index(position)
-        return [self.nodes[node][index % len(self.nodes[node])] for node in others]
+        place = self._places[position][1]
+        members = (self.nodes[node] for node in self.holders(position)[1:])
+        return [each[place % len(each)] for each in members]
 
     def stripes(self) -> list[list[int]]:
         """Return the positions of ranks whose files protect each other by parity: the same place on each node."""

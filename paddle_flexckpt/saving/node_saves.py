@@ -181,8 +181,10 @@ def find_nodes(
     published, aborted = _earlier_saves(known, node_names)
     if any(each["prepared"] for each in known):
         published = _newest(comm, open_directory(), comm.position in committers, context)
-    nodes = [tuple(p for p in range(comm.size) if seen[p]["committer"] == committer) for committer in committers]
-    layout = NodeLayout(tuple(nodes), tuple(node_names), options.node_copies, options.parity)
+    nodes: dict[int, list[int]] = {committer: [] for committer in committers}
+    for position, each in enumerate(seen):
+        nodes[each["committer"]].append(position)
+    layout = NodeLayout(tuple(map(tuple, nodes.values())), tuple(node_names), options.node_copies, options.parity)
     replaces = [chosen, True] in [save[::2] for save in saves]
     names = SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen), replaces)
     commit = NodeCommit(comm, open_directory(), names, layout, context)
