@@ -221,8 +221,10 @@ def _cut(key: str, name: str, info: TensorInfo, axis: tuple[int, Sequence[int]] 
         yield f"{quoted(key)} -> {', '.join(map(quoted, parts))}, copy"
         return
     number, shares = axis
-    pieces = [[quoted(f"{part}/{i}") for i in range(len(shares))] for part in parts]
+    is_fused = len(shares) > 1
+    pieces = [[quoted(f"{part}/{i}" if is_fused else part) for i in range(len(shares))] for part in parts]
     of_shares = ", ".join(itertools.chain(*zip(*pieces)))
     sizes = [info.shape[number] // sum(shares) * share // degree for share in shares for _ in parts]
     yield f'{quoted(key)} -> {of_shares}, axis={number}, sizes="{sizes}"'
-    yield from (f"{', '.join(own)} -> {quoted(part)}, axis={number}" for part, own in zip(parts, pieces))
+    if is_fused:
+        yield from (f"{', '.join(own)} -> {quoted(part)}, axis={number}" for part, own in zip(parts, pieces))

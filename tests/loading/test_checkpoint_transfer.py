@@ -142,6 +142,17 @@ def test_the_third_way(module, tmp_path, backend):
     assert all(equal(tensor, VALUES[name]) for name, tensor in found)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_paddle_loads_a_snapshots_files(versions, rank):
+    """As the strategy ``ipc_snapshot`` does."""
+    found = {}
+    for file in sorted((versions / "2").glob(f"model_state.tp{rank}.{rank}.part*.pdparams")):
+        found.update(paddle.load(str(file), safetensors=True))
+    assert found.keys() == VALUES.keys()
+    assert equal(found["w"], part("w", rank) + 2)
+    assert all(equal(found[name], part(name, rank)) for name in VALUES if name != "w")
+
+
 def test_nothing_is_yielded_of_a_version_that_is_wrong(module, versions):
     module.register()
     from checkpoint_transfer import CheckpointTransfer
