@@ -247,8 +247,9 @@ class CheckpointManager:
             ValidationError: An argument is invalid, the step has a checkpoint already, or metrics differ between
                 ranks; nothing was written.
             CheckpointError: A rank could not write: earlier checkpoints are unchanged. Or an earlier save in the
-                background has failed; then this one has not begun. Or something old could not be removed; then the
-                text says whether the new checkpoint is complete or on its way.
+                background has failed; then this one has not begun. Or something old could not be removed, or the step
+                could not be saved to memory too; then the text says whether the new checkpoint is complete or on its
+                way.
         """
         given = StepOptions(step, **options)
         asked = replace(given, blocking=not self._asked.async_save if given.blocking is None else given.blocking)
@@ -256,21 +257,20 @@ class CheckpointManager:
         context = f"cannot save a step in {self.path!r}"
         to_memory = self._wanted[::2] == (asked.step, True)
         to_root, pending = not to_memory or self._wanted[1], self._pending.steps
+        where = {"to_root": to_root, "to_memory": to_memory}
         self._pending.collect(context, wait_for=asked.step)
-        self._memory.collect(context, wait_for="all" if to_memory else None)
         replaces = asked.overwrite or asked.step in self._pending.doubtful
-        prepare = partial(self._prepare, asked, objects, dataloader, extra, metrics, replaces, to_root)
+        prepare = partial(self._prepare, asked, objects, dataloader, extra, metrics, replaces, where)
         contents, answers = self._comm.together(prepare, context)
-        self._run = run = contents.add_record(asked.step, answers, self._comm, context)
-        save = partial(self._memory.save, given, contents.shards, run, context)
-        handle = save() if to_memory else None
+        self._run = contents.add_record(asked.step, answers, self._comm, context)
+        handle, failed = self._memory.save_beside(given, contents.shards, self._run, where, context)
         if handle is not None and not to_root:
             if pending != self._pending.steps:
                 self._follow_up.run(f"step {asked.step} is {'in' if given.blocking else 'on its way to'} memory")
             return handle
         saved = self._saves.write(asked, contents.shards, replaces, objects.optimizer is not None, handle)
         self._schedule.note(asked.step, saved=True)
-        self._saves.follow_up(asked.step, saved, contents.metrics, optimizer)
+        self._saves.follow_up(asked.step, saved, contents.metrics, optimizer, failed)
         return saved
 
     def _prepare(
@@ -281,7 +281,7 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None,
         metrics: Mapping[str, Any] | None,
         replaces: bool,
-        to_root: bool,
+        where: Mapping[str, bool],
     ) -> tuple[StepContents, bytes]:
         """Return this rank's part of a step, and its message about it; the coordinator prepares the directory."""
         self._check_open()
@@ -291,10 +291,10 @@ class CheckpointManager:
             run = self._steps.begin_run(asked.step, self._restored, self._continued)
         contents = StepContents(shards, numbers, run or "")
         contents.shards.update(objects.extra_state(asked.step, asked.rng, dataloader, extra))
-        if self._comm.position == 0 and to_root:
+        if self._comm.position == 0 and where["to_root"]:
             warn_of_missing_metrics(self._keep, numbers)
             self._steps.prepare(asked.step, replaces)
-        return contents, join((asked.encode("save", **objects.given()), contents.describe()))
+        return contents, join((asked.encode("save", **objects.given(), **where), contents.describe()))
 
     def stage_next(self) -> bool:
         """Copy at most ``slice_bytes`` of a save that is staged in slices; communicate nothing.

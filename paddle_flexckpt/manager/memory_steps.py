@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.background.writer import BackgroundWriter
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Problem, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.node_files import find_checkpoint
@@ -82,8 +82,9 @@ class MemorySteps:
         self._restored: int | None = None
         self._last_before: int | None = None
         self._passed_over: set[str] = set()  # other runs of this root in memory, for which a warning was logged
-        # The steps that this manager has saved and that are whole, in the order of their saves.
-        self._whole: list[int] = []
+        # The newest steps here, in their order; and whether no others are here but those that are being saved.
+        self._kept: list[int] = []
+        self._is_tidy = False
 
     def directory(self, step: int) -> LocalBackend:
         """Return a step's directory on this rank's node; communicate nothing."""
@@ -166,8 +167,28 @@ class MemorySteps:
         """Note a restore, and return the run of the step if it was here, else ""; communicate nothing."""
         self.schedule.note(report.step, saved=False)
         self._is_used = self._is_used or report.tier == "memory"
-        self._restored, self._last_before = report.step, self._in_root.last_saved
+        self._restored, self._last_before, self._is_tidy = report.step, self._in_root.last_saved, False
         return self.run if report.tier == "memory" else ""
+
+    def save_beside(
+        self, asked: StepOptions, shards: Mapping[str, Any], run: str, where: Mapping[str, bool], context: str
+    ) -> tuple[SaveHandle | None, CheckpointError | None]:
+        """Find out which saves have ended, and begin that of a step if it is wanted here.
+
+        Return its handle, and what has failed if the step is wanted in the root too, whose save does not depend on it.
+
+        Raises:
+            CheckpointError: As of :meth:`collect` and :meth:`save`.
+        """
+        try:
+            self.collect(context, wait_for="all" if where["to_memory"] else None)
+            return (self.save(asked, shards, run, context) if where["to_memory"] else None), None
+        except CheckpointError as error:
+            if isinstance(error, LostRankError) or not where["to_root"]:
+                raise
+            if self._comm.position == 0:
+                logger.error(f"step {asked.step} could not be saved to memory, and is saved to the root: {error}")
+            return None, error
 
     def save(
         self,
@@ -194,6 +215,8 @@ class MemorySteps:
             _, answers = self._comm.together(note, context)
             self.run, self._noted = answers[0].decode(), run
             self._hold(context)
+        if not self._is_tidy:
+            self._tidy(context)
         if self._writer is None:
             self.check_room(lambda: shards, context)
             self._writer = BackgroundWriter()
@@ -213,6 +236,7 @@ class MemorySteps:
                 save_from_file(shards, self.directory(step), self._comm, options, number=self._number),
             )
         except CheckpointError:
+            self._is_tidy = False
             with contextlib.suppress(OSError):
                 self.directory(step).remove_directory()
             raise
@@ -229,19 +253,40 @@ class MemorySteps:
         """
         try:
             self.pending.collect(context, wait_for)
+        except CheckpointError:
+            self._is_tidy = False
+            raise
         finally:
             whole = sorted(self.pending.drain_reports())
-            self._whole = [*(step for step in self._whole if step not in whole), *whole][-self._tier.keep :]
+            for step in whole:  # those above it are of before the run went back
+                self._kept = [*(each for each in self._kept if each < step), step][-self._tier.keep :]
+        if whole:
+            self._remove(f"step {whole[-1]} is whole in memory, but what need not be kept there could not be removed")
+
+    def _tidy(self, context: str) -> None:
+        """Remove what earlier starts and failed saves have left: a save needs its room.
+
+        The newest ``keep`` steps stay, the whole ones first: the others may be whole again when a node comes back.
+        """
+        listed = sorted(self._listed(context), reverse=True)
+        is_whole: dict[int, bool] = {}
+        for step in listed:
+            if sum(is_whole.values()) < self._tier.keep:
+                is_whole[step] = self._is_whole(step, context)
+        self._kept = sorted(sorted(is_whole, key=lambda step: (not is_whole[step], -step))[: self._tier.keep])
+        self._remove(f"{context}: what need not be kept in memory could not be removed")
+        self._is_tidy = True
+
+    def _remove(self, context: str) -> None:
+        """Remove the steps that are neither kept nor being saved. One collective."""
 
         def remove() -> tuple[None, bytes]:
             for step in steps_in(self._run_directory()) if self._acts else ():
-                if step not in {*self._whole, *self.pending.steps}:
+                if step not in {*self._kept, *self.pending.steps}:
                     remove_step(self.directory(step))
             return None, b""
 
-        if whole:
-            done = f"step {whole[-1]} is whole in memory"
-            self._comm.together(remove, f"{done}, but what need not be kept there could not be removed")
+        self._comm.together(remove, context)
 
     def _hold(self, context: str) -> None:
         """Take the lock of the run's directory on each node. One collective.
@@ -270,7 +315,7 @@ class MemorySteps:
                 "earlier start of this run that has not ended, or another manager. Remedy (FC507): end that process, "
                 "and start again"
             )
-        self._held, self._nodes = self.run, len(served)
+        self._held, self._nodes, self._is_tidy = self.run, len(served), False
         wanted = self._tier.parity or self._tier.copies
         if self._nodes < wanted and self._comm.position == 0:
             logger.warning(

@@ -75,14 +75,25 @@ class StorageSaves:
             raise
 
     def follow_up(
-        self, step: int, saved: SaveReport | SaveHandle, metrics: Mapping[str, float], optimizer: Any
+        self,
+        step: int,
+        saved: SaveReport | SaveHandle,
+        metrics: Mapping[str, float],
+        optimizer: Any,
+        failed: CheckpointError | None,
     ) -> None:
-        """Note a save that has ended, or one in the background that has begun, and follow it up."""
-        is_complete = isinstance(saved, SaveReport)
+        """Note a save that has ended, or one in the background that has begun, and follow it up.
+
+        Raises:
+            CheckpointError: What need not be kept could not be removed; or the save of the step to memory has
+                ``failed``.
+        """
+        done = f"the checkpoint of step {step} is {'complete' if isinstance(saved, SaveReport) else 'on its way'}"
         if isinstance(saved, SaveHandle):
             self._pending.add(step, saved, optimizer)
         else:
             self._pending.note_complete(step)
         self._follow_up.add(step, saved, metrics)
-        reports = {step: saved} if isinstance(saved, SaveReport) else {}
-        self._follow_up.run(f"the checkpoint of step {step} is {'complete' if is_complete else 'on its way'}", reports)
+        self._follow_up.run(done, {step: saved} if isinstance(saved, SaveReport) else {})
+        if failed is not None:
+            raise CheckpointError(f"{done}, but its save to memory failed: {failed}") from failed

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.manager import KeepBest, KeepLatest
+from paddle_flexckpt.manager import KeepBest, KeepLatest, memory_steps
 from paddle_flexckpt.manager.policies import PreemptionSignals
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
@@ -542,6 +542,100 @@ def test_so_many_are_kept_and_those_of_before_a_rewind_go(nodes):
     assert nodes.steps(1) == ["a/08"]
 
 
+@pytest.fixture
+def before_saves(nodes, monkeypatch):
+    """What a node's memory has when each save there begins."""
+    found, save = [], memory_steps.save_from_file
+
+    def watched(shards, directory, comm, *args, **options):
+        if comm.position == 0:
+            found.append(nodes.steps(0))
+        return save(shards, directory, comm, *args, **options)
+
+    monkeypatch.setattr(memory_steps, "save_from_file", watched)
+    return found
+
+
+def go_on(last, step="latest"):
+    """A job that restores and trains on, and dies."""
+
+    def job(manager, comm):
+        first = manager.restore(step, state=shards(comm, 0)).step + 1
+        return train(last, first)(manager, comm)
+
+    return job
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_earlier_starts_have_left_goes_before_a_save_needs_its_room(nodes, before_saves, keep):
+    """More steps than are kept now, and one whose save was not over."""
+    one_of(nodes.run(TWO, train(7), tier={"keep": 3}))
+    for node in TWO:
+        (run,) = Path(nodes.memory(node)).iterdir()
+        (run / "step_00000008").mkdir()
+        (run / "step_00000008" / "1_0-0000000112345678123456781234567812345678.safetensors").touch()
+    before_saves.clear()
+    one_of(nodes.run(TWO, go_on(11), tier={"keep": keep}))
+    kept = [f"a/{step:02d}" for step in (2, 4, 6, 8, 10)]
+    assert before_saves == [kept[3 - keep : 3], kept[4 - keep : 4]]
+    assert nodes.steps(0) == nodes.steps(1) == kept[-keep:]
+
+
+def test_the_newest_whole_step_stays(nodes, before_saves):
+    """One that is newer has lost its files on a node, and there is room for one."""
+    one_of(nodes.run(TWO, train(5), tier={"keep": 2, "copies": 1}))
+    (path,) = Path(nodes.memory(1)).glob("*/step_00000004")
+    shutil.rmtree(path)
+    before_saves.clear()
+    one_of(nodes.run(TWO, go_on(5), tier={"copies": 1}))
+    assert before_saves == [["a/02"]]
+    assert nodes.steps(0) == nodes.steps(1) == ["a/04"]
+
+
+def test_a_step_that_may_be_whole_again_stays_if_there_is_room(nodes, before_saves):
+    """A node is away that has a part of it."""
+    one_of(nodes.run(TWO, train(11), tier={"copies": 1}))
+    one_of(nodes.run(TWO, go_on(13), tier={"copies": 1}))
+    before_saves.clear()
+    os.rename(nodes.path / "node1", nodes.path / "away")
+    one_of(nodes.run([0], go_on(13), tier={"copies": 1}))
+    assert before_saves == [["a/12"]]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_what_a_failed_save_has_left_goes_before_the_next_one(nodes, before_saves, monkeypatch, in_background):
+    monkeypatch.setattr(LocalBackend, "remove_directory", lambda self: None)  # as if the process had died
+
+    def job(manager, comm):
+        manager.should_save(2)
+        manager.save(2, state=shards(comm, 2), rng=False, blocking=True)
+        manager.should_save(4)
+        if in_background:
+            handle = manager.save(4, state=shards(comm, 4), rng=False)
+            handle.wait()
+            comm.all_gather(b"")
+            if comm.position == 0:
+                for node in TWO:
+                    (path,) = Path(nodes.memory(node)).glob("*/step_00000004")
+                    (path / "0.manifest").unlink()
+            handle._outcome, handle.seen = fc.CheckpointError("a node is lost"), False
+        else:
+            broken = shards(comm, 4)
+            broken["w"].local_shape = (1, 1)
+            with pytest.raises(fc.ValidationError):
+                manager.save(4, state=broken, rng=False)
+        manager.should_save(6)
+        if in_background:
+            with pytest.raises(fc.CheckpointError, match="a node is lost"):
+                manager.save(6, state=shards(comm, 6), rng=False)
+        manager.save(6, state=shards(comm, 6), rng=False, blocking=True)
+        manager.__exit__(InterruptedError, None, None)
+
+    one_of(nodes.run(TWO, job))
+    assert before_saves == [[], ["a/02"], ["a/02"]]
+    assert nodes.steps(0) == ["a/06"]
+
+
 def test_a_step_that_is_being_read_goes_later(nodes):
     def job(manager, comm):
         for step in (2, 4, 6):
@@ -698,6 +792,77 @@ def test_a_preemption_signal_saves_to_the_root(nodes, monkeypatch):
     assert not os.path.exists(nodes.memory(0))
 
 
+@pytest.mark.parametrize("how", ["at once", "in the background", "earlier"])
+def test_the_root_is_saved_though_the_memory_fails(nodes, how):
+    """The error comes when that is done, or on its way; on every rank."""
+
+    def job(manager, comm):
+        if how == "earlier":
+            manager.should_save(8)
+            handle = manager.save(8, state=shards(comm, 8), rng=False)
+            handle.wait()
+            handle._outcome, handle.seen = fc.CheckpointError("a node is lost"), False
+        assert manager.should_save(10)
+        blocking = how != "in the background"
+        with pytest.raises(fc.CheckpointError) as caught:
+            manager.save(10, state=shards(comm, 10), rng=False, blocking=blocking)
+        manager.wait()
+        manager.__exit__(InterruptedError, None, None)
+        return str(caught.value)
+
+    tier = {} if how == "earlier" else {"limit": 100}
+    text = one_of(nodes.run(TWO, job, tier=tier))
+    done = "on its way" if how == "in the background" else "complete"
+    assert text.startswith(f"the checkpoint of step 10 is {done}, but its save to memory failed: ")
+    assert ("a node is lost" if how == "earlier" else "too little room") in text
+    report = one_of(nodes.run(TWO, resume(step=10)))
+    assert (report.step, report.tier) == (10, "storage")
+
+
+def test_both_fail(nodes, caplog):
+    def job(manager, comm):
+        manager.should_save(10)
+        broken = shards(comm, 10)
+        broken["w"].local_shape = (1, 1)
+        manager.save(10, state=broken, rng=False)
+
+    with caplog.at_level(logging.ERROR, "paddle_flexckpt"):
+        text = one_error(nodes.run(TWO, job), fc.ValidationError)
+    assert nodes.root in text
+    (said,) = [each for each in caplog.messages if each.startswith("step 10 could not be saved to memory")]
+    assert "cannot save to the nodes' directories" in said
+
+
+def test_a_preemption_signal_saves_to_the_root_though_the_memory_fails(nodes, monkeypatch):
+    def job(manager, comm):
+        manager._schedule._signals._received = comm.rank == 1
+        manager._schedule._needs_agreement = True
+        assert manager.should_save(4) and manager.should_stop
+        with pytest.raises(fc.CheckpointError, match="step 4 is complete, but its save to memory failed"):
+            manager.save(4, state=shards(comm, 4), rng=False)
+        manager.close()
+
+    monkeypatch.setattr(PreemptionSignals, "received", property(lambda self: self._received))
+    one_of(nodes.run(TWO, job, tier={"limit": 100}))
+    assert sorted(os.listdir(nodes.root))[-1] == "step_00000004"
+
+
+@pytest.mark.parametrize("step", [2, 10])
+def test_ranks_that_ask_for_other_places_get_an_error(nodes, step):
+    """One has not called should_save: its step would go to the root."""
+
+    def job(manager, comm):
+        if comm.rank == 0:
+            manager.should_save(step)
+        try:
+            manager.save(step, state=shards(comm, step), rng=False)
+        finally:
+            manager.__exit__(InterruptedError, None, None)
+
+    text = one_error(nodes.run(TWO, job), fc.ValidationError)
+    assert "ranks disagree: rank 0: {" in text and '"to_memory": true}' in text
+
+
 def test_a_step_that_nobody_has_asked_about_goes_to_the_root(nodes):
     def job(manager, comm):
         manager.save(2, state=shards(comm, 2), rng=False)
@@ -755,8 +920,9 @@ def test_collectives(tmp_path):
     assert tree(save(False)) == sorted(files_of(1) + files_of(2) + files_of(3))
     assert tree(save(True)) == ["run.json"]
     assert [counts[False, step] for step in (1, 2, 3)] == [5] * 3
-    # The first: the anchor, the lock, and two for the room. The others: what has become of the last, and its retention.
-    assert [counts[True, step] for step in (1, 2, 3)] == [5 + 4, 5 + 2, 5 + 2]
+    # The first: the anchor, the lock, two for what is there, and two for the room. The others: what has become of the
+    # last, and its retention.
+    assert [counts[True, step] for step in (1, 2, 3)] == [5 + 6, 5 + 2, 5 + 2]
 
 
 # -- options and room --------------------------------------------------------------------------------------------------
