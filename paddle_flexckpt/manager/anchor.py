@@ -1,4 +1,4 @@
-"""The anchor of a root: which run has steps in the memory of nodes, and how often its saves there have begun.
+"""The anchor of a root: which run has steps in the memory of nodes, its starts, and what these have saved to the root.
 
 Tested in tests/manager/test_memory_tier.py.
 """
@@ -9,9 +9,12 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from paddle_flexckpt.media.backend import Backend, write_file
+from paddle_flexckpt.native.directory import number_of
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.tools.memory_runs import is_run
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -21,6 +24,8 @@ ANCHOR = "run.json"
 SAVES_OF_A_START = 1 << 6
 # The numbers of saves have 32 bits.
 _MOST_STARTS = (1 << 32) // SAVES_OF_A_START
+# Of so many starts it is known what they have saved to the root: of older ones the root has higher steps.
+_MOST_KNOWN = 100
 
 
 @dataclass(frozen=True)
@@ -29,41 +34,107 @@ class Anchor:
 
     Attributes:
         run: The run whose steps are there; "" if there is none.
-        starts: How often a manager has begun to save there. It also grows with time, so that it does not begin anew
-            where the anchor is lost.
+        starts: The number of the last start: a manager that begins to save there, or to the root, or that has restored
+            a step before it saves. It also grows with time, so that it does not begin anew where the anchor is lost.
+        saves: In rising order, starts, each with the first step that it has begun to save to the root.
     """
 
     run: str = ""
     starts: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
 
-    def next_start(self) -> int:
-        """Return the number of a start that begins now."""
-        return max(self.starts + 1, int(time.time()) // SAVES_OF_A_START)
-
-
-def read_anchor(root: Backend) -> tuple[Anchor, str]:
-    """Return the anchor of a root, and why there is none, or ""."""
-    try:
-        fields = json.loads(root.read(ANCHOR))
+    @classmethod
+    def decode(cls, data: bytes) -> Anchor:
+        """Return the anchor of a file's bytes; ValueError, KeyError, TypeError or AttributeError if it is none."""
+        fields = json.loads(data)
         run, starts = fields["run"], fields.get("starts", 0)
         if not is_run(run):
             raise ValueError(f"{run!r} identifies no run")
-        if type(starts) is not int or not 0 <= starts < _MOST_STARTS - 1:
-            raise ValueError(f"{starts!r} is no count of starts")
-    except FileNotFoundError:
-        return Anchor(), "is not there"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return Anchor(), f"cannot be understood: {error!r:.200}"
-    return Anchor(run, starts), ""
+        saves = tuple((start, step) for start, step in fields.get("saves", ()))
+        if {type(each) for each in (starts, *sum(saves, ()))} != {int} or not 0 <= starts < _MOST_STARTS - 1:
+            raise ValueError(f"{starts!r} is no number of a start, or {saves!r} are not those of starts")
+        return cls(run, starts, saves)
 
 
-def begin_in_memory(root: Backend, run: str) -> Anchor:
-    """Write, durably, that a start begins to save the steps of a run to memory; a run without a name gets one."""
-    known, problem = read_anchor(root)
-    if problem and problem[:2] != "is":
-        logger.warning(f"{root.where(ANCHOR)} {problem}; it is written anew")
-    anchor = Anchor(run or known.run or secrets.token_hex(8), known.next_start())
-    root.make_directory()
-    write_file(root, ANCHOR, json.dumps(asdict(anchor)).encode(), "replace")
-    root.sync()
-    return anchor
+class AnchorFile:
+    """The anchor in its root, as the coordinator reads and writes it."""
+
+    def __init__(self, root: Backend) -> None:
+        """Take the root directory."""
+        self._root = root
+        # The number of this start, once it is noted; and whether it is noted what it saves to the root.
+        self._start: int | None = None
+        self._has_saved = False
+
+    def read(self) -> tuple[Anchor, str]:
+        """Return the anchor, and why there is none, or ""."""
+        try:
+            return Anchor.decode(self._root.read(ANCHOR)), ""
+        except FileNotFoundError:
+            return Anchor(), "is not there"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return Anchor(), f"cannot be understood: {error!r:.200}"
+
+    def begin(self) -> None:
+        """Begin another start: what is saved from now on follows a restore, or nothing."""
+        self._start, self._has_saved = None, False
+
+    def note_save(self, step: int) -> None:
+        """Note, if a run has steps in memory, the step that this start saves to the root first."""
+        if self._has_saved:
+            return
+        self._has_saved = True
+        known, problem = self.read()
+        if not problem:
+            saves = [*(pair for pair in known.saves if pair[1] < step), (self._number(known), step)]
+            self._write(known.run, known, saves[-_MOST_KNOWN:])
+
+    def note_memory(self, run: str) -> tuple[str, int]:
+        """Note that this start saves the steps of a run to memory; return its name, and the number of the start.
+
+        A run without a name (``""``) gets one.
+        """
+        known = self.read()[0]
+        if known.run and run not in ("", known.run):
+            logger.warning(
+                f"{self._root.where(ANCHOR)} named run {known.run}, whose steps in memory are not looked for any more: "
+                f"run {run} begins to save there. Remedy (FC507): end this run, write "
+                f'{{"run": "{known.run}"}} to that file, and call restore() before the first save; or give this run '
+                "another directory"
+            )
+        name = run or known.run or secrets.token_hex(8)
+        self._root.make_directory()
+        self._write(name, known, known.saves)
+        return name, self._number(known)
+
+    def _number(self, known: Anchor) -> int:
+        if self._start is None:
+            self._start = max(known.starts + 1, int(time.time()) // SAVES_OF_A_START)
+        return self._start
+
+    def _write(self, run: str, known: Anchor, saves: Sequence[tuple[int, int]]) -> None:
+        # Another manager of this root may have a later start.
+        anchor = Anchor(run, max(known.starts, self._number(known)), tuple(saves))
+        write_file(self._root, ANCHOR, json.dumps(asdict(anchor)).encode(), "replace")
+        self._root.sync()
+
+
+def start_of(manifest: Manifest) -> int:
+    """Return the start that has saved a step to memory."""
+    return number_of(manifest) // SAVES_OF_A_START
+
+
+def find_void(starts: Mapping[int, int], later: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Return the steps in memory of before the run went back; and the step, not above it, that a later start has saved.
+
+    Args:
+        starts: The steps in memory, each with the start that has saved it; 0 if that is not known.
+        later: Starts, each with the lowest step in the root that it, or an earlier one, has saved since.
+    """
+    saves = [*later, *((start, step) for step, start in starts.items())]
+    found = {}
+    for step, start in starts.items():
+        since = [each for known, each in saves if known > start > 0 and each <= step]
+        if since:
+            found[step] = min(since)
+    return found

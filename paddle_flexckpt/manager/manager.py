@@ -135,7 +135,7 @@ class CheckpointManager:
         follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
         self._follow_up = follow_up
         self._saves = StorageSaves(self._comm, asked, self._steps, self._pending, follow_up)
-        self._memory = MemorySteps(self._comm, asked.memory, self._steps, self._pending)
+        self._memory = MemorySteps(self._comm, asked, self._steps, self._pending)
         policies = check_policies("save_when", asked.save_when, SavePolicy)
         numbers = check_signals(asked.preemption_signals)
         self._signals = PreemptionSignals(numbers)
@@ -388,7 +388,7 @@ class CheckpointManager:
             report, whole = restore_first(candidates, dict(damaged), self._comm, asked, context)
         except CorruptCheckpointError:
             # If training starts anew after this error, its steps belong to the same run: that of the latest step.
-            self._run, self._restored, self._continued = None, "latest", ""
+            self._run, self._restored, self._continued = None, "latest", self._memory.note_restored(None)
             raise
         self._pending.doubtful |= report.skipped.keys() - whole
         self._schedule.note(report.step, saved=False)

@@ -60,6 +60,11 @@ class ManagerOptions(Options):
         default=None, metadata=rule(compared=lambda tier: tier.agreed() if isinstance(tier, MemoryTier) else tier)
     )
 
+    @property
+    def max_pending(self) -> int:
+        """Return the most saves to the root in the background that may be pending; 0 without ``async_save``."""
+        return self.async_save.max_pending if isinstance(self.async_save, BackgroundWriter) else int(self.async_save)
+
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()

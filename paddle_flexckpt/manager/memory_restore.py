@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.node_files import Found, find_checkpoint
+from paddle_flexckpt.manager.anchor import start_of
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.restore import (
     Held,
@@ -25,24 +26,30 @@ from paddle_flexckpt.ranks.communicator import Communicator
 
 
 def restore_from_memory(
-    directory: Backend, step: int, comm: Communicator, targets: RestoreTargets, options: RestoreOptions
+    directory: Backend, wanted: tuple[int, int], comm: Communicator, targets: RestoreTargets, options: RestoreOptions
 ) -> RestoreReport:
     """Restore the step whose directory on this rank's node this is; every rank sees what its node has.
+
+    ``wanted`` is the step, and the start that has saved it.
 
     Raises:
         LostNodesError: Too many nodes are lost.
         CheckpointError: As of :func:`fill_run`.
     """
+    step, _ = wanted
     context = f"cannot restore step {step} from the memory of the nodes"
-    with _hold_on_nodes(directory, step, comm, context) as (held, here):
+    with _hold_on_nodes(directory, wanted, comm, context) as (held, here):
         load, extra = fill_run(directory, contextlib.nullcontext(held), comm, targets, options, context)
     nodes = here, len(held.manifest.nodes)
     return RestoreReport(step, directory.path, load, extra, tier="memory", nodes=nodes)
 
 
 @contextlib.contextmanager
-def _hold_on_nodes(directory: Backend, step: int, comm: Communicator, context: str) -> Iterator[tuple[Held, int]]:
+def _hold_on_nodes(
+    directory: Backend, wanted: tuple[int, int], comm: Communicator, context: str
+) -> Iterator[tuple[Held, int]]:
     """Hold the lock on the step's checkpoint on all nodes; yield it, and the number of nodes that have it."""
+    step, start = wanted
     with contextlib.ExitStack() as locks:
         try:
             found = find_checkpoint(comm, lambda: SourceDirectory(directory), UNIQUE_ID, lambda: b"{}", locks, context)
@@ -50,6 +57,11 @@ def _hold_on_nodes(directory: Backend, step: int, comm: Communicator, context: s
             raise
         except CheckpointError as error:  # nothing was changed
             raise LostNodesError(f"step {step} is not whole in memory: {error}") from None
+        if start_of(found.manifest) < start:
+            raise LostNodesError(
+                f"step {step} is not whole in memory: what is whole is of an earlier start, and of before the run went "
+                "back"
+            )
         own = token_now(directory)
         here, missing = _find_nodes(directory, found.manifest, own, comm, context)
         if found.lost.any():

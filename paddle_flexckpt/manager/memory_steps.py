@@ -11,20 +11,20 @@ import contextlib
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
 from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.background.writer import BackgroundWriter
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, Problem, ValidationError
-from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError
+from paddle_flexckpt.catalog.texts import format_ranks
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.node_files import find_checkpoint
-from paddle_flexckpt.manager.anchor import SAVES_OF_A_START, Anchor
-from paddle_flexckpt.manager.manager_options import StepOptions
+from paddle_flexckpt.manager.anchor import SAVES_OF_A_START, find_void, start_of
+from paddle_flexckpt.manager.manager_options import EVERY_STEP, ManagerOptions, StepOptions
 from paddle_flexckpt.manager.memory_restore import restore_from_memory
+from paddle_flexckpt.manager.memory_room import MemoryRoom, node_of
 from paddle_flexckpt.manager.memory_tier import MemoryTier
 from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.manager.policies import PreemptionSignals, SavePolicy, SaveSchedule, check_policies
@@ -35,10 +35,9 @@ from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.media.backend import Lock
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.saving.planned_bytes import plan_bytes
 from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.saving.saver import save_from_file
-from paddle_flexckpt.tools.memory_runs import bytes_in, note_root, remove_run, remove_step, runs_of, steps_in
+from paddle_flexckpt.tools.memory_runs import note_root, numbers_in, remove_run, remove_step, runs_of, steps_in
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -61,13 +60,14 @@ class MemorySteps:
     """
 
     def __init__(
-        self, comm: Communicator, tier: MemoryTier | None, directories: StepDirectories, in_root: PendingSteps
+        self, comm: Communicator, options: ManagerOptions, directories: StepDirectories, in_root: PendingSteps
     ) -> None:
-        """Take the ranks, the tier, the root of the manager, and its saves to the root."""
+        """Take the ranks, the manager's options, its root, and its saves to the root."""
         self._comm, self._directories, self._in_root = comm, directories, in_root
-        self._exists, self._tier = tier is not None, tier or MemoryTier("/", ())
+        self._exists, self._tier = options.memory is not None, options.memory or MemoryTier("/", EVERY_STEP)
+        self._room = MemoryRoom(self._tier, options.max_pending)
         self.run = ""
-        policies = check_policies("save_when", self._tier.save_when, SavePolicy)
+        policies = check_policies("save_when", self._tier.save_when if self._exists else (), SavePolicy)
         self.schedule = SaveSchedule(comm, policies, PreemptionSignals(()))
         self.pending = PendingSteps(comm)
         # Made by the first save, when there is known to be room.
@@ -77,11 +77,16 @@ class MemorySteps:
         # Of the run whose directory is held: its name, and the lock if this rank acts on its node.
         self._held, self._lock = "", Lock()
         self._acts, self._is_used, self._nodes = False, False, 0
+        self._above = ""  # a warning for the first save after a restore
         self._noted: str | None = None  # the run that the anchor has been written for
         # The step that the run continues, and what this manager had saved to the root last before it was restored.
         self._restored: int | None = None
         self._last_before: int | None = None
-        self._passed_over: set[str] = set()  # other runs of this root in memory, for which a warning was logged
+        self._told: set[str] = set()  # the warnings that were logged
+        # The steps that are here and count; the start that saved each that is here, and what starts have in the root.
+        self._found: list[int] = []
+        self._starts: dict[int, int] = {}
+        self._later: list[tuple[int, int]] = []
         # The newest steps here, in their order; and whether no others are here but those that are being saved.
         self._kept: list[int] = []
         self._is_tidy = False
@@ -96,42 +101,61 @@ class MemorySteps:
     def find_steps(self, run: str | None, context: str) -> list[int]:
         """Return the steps of which any node has a manifest, the highest first. At most two collectives.
 
+        Steps of before the run went back are not among them.
+
         ``run`` is the run whose steps are wanted; None or "": the one that the root names.
         """
         if not self._exists:
             return []
 
         def look() -> tuple[None, bytes]:
-            named = (run, "") if run or self._comm.position else self._directories.find_run()
+            named, problem, later = self._directories.find_memory() if self._comm.position == 0 else ("", "", ())
             here = runs_of(LocalBackend(str(self._tier.path)), self._directories.path)
-            return None, json.dumps([*named, here]).encode()
+            return None, json.dumps([run or named, "" if run else problem, later, here]).encode()
 
         _, answers = self._comm.together(look, context)
         told = [json.loads(answer) for answer in answers]
-        (found, problem, _), self.run = told[0], told[0][0] or self.run
-        steps = sorted(self._listed(context), reverse=True) if found else []
-        self._warn_of_others({name for _, _, here in told for name in here} - {found}, problem if steps else "")
-        return steps
+        (found, problem, later, _), self.run = told[0], told[0][0] or self.run
+        self._later = [(start, step) for start, step in later]
+        self._found = self._listed(context) if found else []
+        self._warn_of_others({name for *_, here in told for name in here} - {found}, problem if self._found else "")
+        return self._found
 
     def _warn_of_others(self, others: set[str], problem: str) -> None:
         """Log what is wrong with the anchor, and other runs of this root in memory, once each."""
-        if self._comm.position == 0 and problem:
-            logger.warning(problem)
-        if self._comm.position == 0 and others - self._passed_over:
-            logger.warning(
+        if problem:
+            self._warn(problem)
+        if others:
+            self._warn(
                 f"the memory of the nodes has steps of other runs in {self._directories.path}, "
                 f"{', '.join(sorted(others))}, which are passed over: run.json there names "
                 f"{self.run or 'no run'}. Remedy (FC507): to go on with one, write its name to run.json before the "
                 'first save, as {"run": "NAME"}; `flexckpt clean` lists them, and frees their memory'
             )
-        self._passed_over |= others
 
-    def _listed(self, context: str) -> set[int]:
+    def _warn(self, text: str) -> None:
+        """Log a warning once, on one rank."""
+        if self._comm.position == 0 and text not in self._told:
+            logger.warning(text)
+        self._told.add(text)
+
+    def _listed(self, context: str) -> list[int]:
+        """Return the steps of the run that count. One collective."""
+
         def look() -> tuple[None, bytes]:
-            return None, json.dumps(steps_in(self._run_directory(), whole=True)).encode()
+            return None, json.dumps([*numbers_in(self._run_directory()).items()]).encode()
 
         _, answers = self._comm.together(look, context)
-        return {step for answer in answers for step in json.loads(answer)}
+        self._starts = {}
+        for step, number in (each for answer in answers for each in json.loads(answer)):
+            self._starts[step] = max(number // SAVES_OF_A_START, self._starts.get(step, 0))
+        void = find_void(self._starts, self._later)
+        for step, saved in sorted(void.items()):
+            self._warn(
+                f"step {step} in the memory of the nodes is of before the run went back, and saved step {saved}: it is "
+                "passed over"
+            )
+        return sorted(self._starts.keys() - void.keys(), reverse=True)
 
     def whole_steps(self, run: str | None, context: str) -> set[int]:
         """Return those of :meth:`find_steps` of which all data is there, on whatever nodes."""
@@ -141,7 +165,8 @@ class MemorySteps:
         with contextlib.ExitStack() as locks, contextlib.suppress(CorruptCheckpointError):
             directory = SourceDirectory(self.directory(step))
             head = UNIQUE_ID, lambda: b"{}"
-            return find_checkpoint(self._comm, lambda: directory, *head, locks, context, rebuilds=False).is_whole
+            found = find_checkpoint(self._comm, lambda: directory, *head, locks, context, rebuilds=False)
+            return found.is_whole and start_of(found.manifest) >= self._starts[step]
         return False
 
     def add_candidates(
@@ -157,14 +182,30 @@ class MemorySteps:
         else:
             wanted = [step for step in steps if step == asked.step or (asked.fallback and step < int(asked.step))]
         added = [
-            Candidate(step, partial(restore_from_memory, self.directory(step), step, self._comm, targets), True)
+            Candidate(
+                step,
+                partial(restore_from_memory, self.directory(step), (step, self._starts[step]), self._comm, targets),
+                True,
+            )
             for step in wanted
         ]
         # The order by a metric stays as it is: it has no steps here.
         return sorted([*added, *candidates], key=lambda each: -each.step) if added else [*candidates]
 
-    def note_restored(self, report: RestoreReport) -> str:
-        """Note a restore, and return the run of the step if it was here, else ""; communicate nothing."""
+    def note_restored(self, report: RestoreReport | None) -> str:
+        """Note a restore, or that all is damaged; return the run of the step if it was here, else "".
+
+        Nothing is communicated.
+        """
+        self._noted, self._above = None, ""
+        if report is None:
+            return ""
+        above = [step for step in self._found if step > report.step]
+        if above:
+            self._above = (
+                f"step {', '.join(map(str, above))} in the memory of the nodes is above step {report.step}, which the "
+                "run goes on from: it is not taken any more from the next save on"
+            )
         self.schedule.note(report.step, saved=False)
         self._is_used = self._is_used or report.tier == "memory"
         self._restored, self._last_before, self._is_tidy = report.step, self._in_root.last_saved, False
@@ -180,6 +221,8 @@ class MemorySteps:
         Raises:
             CheckpointError: As of :meth:`collect` and :meth:`save`.
         """
+        if self._above:
+            self._warn(self._above)
         try:
             self.collect(context, wait_for="all" if where["to_memory"] else None)
             return (self.save(asked, shards, run, context) if where["to_memory"] else None), None
@@ -207,10 +250,10 @@ class MemorySteps:
         if self._noted != run or self._held != self.run:
 
             def note() -> tuple[None, bytes]:
-                anchor = self._directories.begin_in_memory(run) if self._comm.position == 0 else Anchor()
+                name, start = self._directories.anchor.note_memory(run) if self._comm.position == 0 else ("", 0)
                 # A node that was away may have the step of an earlier start: a later start's saves have higher numbers.
-                self._number = anchor.starts * SAVES_OF_A_START
-                return None, anchor.run.encode()
+                self._number = start * SAVES_OF_A_START
+                return None, name.encode()
 
             _, answers = self._comm.together(note, context)
             self.run, self._noted = answers[0].decode(), run
@@ -268,9 +311,8 @@ class MemorySteps:
 
         The newest ``keep`` steps stay, the whole ones first: the others may be whole again when a node comes back.
         """
-        listed = sorted(self._listed(context), reverse=True)
         is_whole: dict[int, bool] = {}
-        for step in listed:
+        for step in self._listed(context):
             if sum(is_whole.values()) < self._tier.keep:
                 is_whole[step] = self._is_whole(step, context)
         self._kept = sorted(sorted(is_whole, key=lambda step: (not is_whole[step], -step))[: self._tier.keep])
@@ -302,7 +344,7 @@ class MemorySteps:
             with contextlib.suppress(CheckpointError):  # another rank of this node has it, or another process
                 self._lock, self._acts = directory.locks.take(), True
                 note_root(directory, self._directories.path)
-            return None, json.dumps([self._acts, _node_of(self._tier.path)]).encode()
+            return None, json.dumps([self._acts, node_of(self._tier.path)]).encode()
 
         _, answers = self._comm.together(take, context)
         told = [json.loads(answer) for answer in answers]
@@ -324,51 +366,9 @@ class MemorySteps:
             )
 
     def check_room(self, describe: Callable[[], Mapping[str, Any]], context: str) -> None:
-        """Check that the steps have room on each node; no value is read. Two collectives, or five in a large job.
-
-        Raises:
-            ValidationError: There is too little on a node; the same on every rank.
-        """
-        if not self._exists:
-            return
-        written, path = plan_bytes(describe, self._comm, context), self._tier.path
-
-        def look() -> tuple[None, bytes]:
-            system = os.statvfs(_existing(path))
-            taken = bytes_in(self._run_directory().path) if self.run else 0
-            mine = written, self._tier.limit, system.f_bavail * system.f_frsize, taken
-            return None, json.dumps([_node_of(path), f"{socket.gethostname()}:{path}", *mine]).encode()
-
-        _, answers = self._comm.together(look, context)
-        told = [json.loads(answer) for answer in answers]
-        first = {each[0]: each for each in reversed(told)}
-        nodes = list(dict.fromkeys(each[0] for each in told))
-        shares = [sum(each[2] for each in told if each[0] == node) for node in nodes]
-        problems: list[Problem] = []
-        for number, node in enumerate(nodes):
-            _, name, _, limit, free, taken = first[node]
-            problems += self._room_problem(name, self._tier.stored(shares, number), limit, free + taken)
-        if problems:
-            raise ValidationError(problems, context)
-
-    def _room_problem(self, name: str, nbytes: int, limit: int | None, free: int) -> Sequence[Problem]:
-        """Return what is wrong with a node's room for steps of so many bytes."""
-        steps, tier = self._tier.keep + 1, self._tier
-        if steps * nbytes <= min(free, free if limit is None else limit):
-            return ()
-        bound = "no limit" if limit is None else f"a limit of {format_bytes(limit)}"
-        return [
-            Problem(
-                f"the node {name} has too little room for steps in memory",
-                expected=f"{format_bytes(steps * nbytes)}: {steps} steps (keep={tier.keep}, and the one that is being "
-                f"saved) of {format_bytes(nbytes)}, with {f'parity={tier.parity}' if tier.parity else ''}"
-                f"{'' if tier.parity else f'copies={tier.copies}'}",
-                got=f"{bound}, {format_bytes(free)} free",
-                code="FC507",
-                remedy="raise the limit, or the size of the file system (mount -o remount,size=...); or lower copies; "
-                "`flexckpt clean` finds the memory of earlier runs",
-            )
-        ]
+        """Check that the steps have room on each node, as :meth:`MemoryRoom.check` does."""
+        if self._exists:
+            self._room.check(describe, self._run_directory().path if self.run else "", self._comm, context)
 
     def close(self, context: str) -> None:
         """Remove the run's steps if the root has one that is at least as new; else leave them, with a warning.
@@ -379,7 +379,7 @@ class MemorySteps:
             self._writer.close()
         if not self._is_used:
             return
-        newest = max(self._listed(context), default=-1)
+        newest = max(self.find_steps(self.run, context), default=-1)
         own = {self._restored, *({self._in_root.last_saved} - {self._last_before})}
 
         def look() -> tuple[None, bytes]:
@@ -414,21 +414,3 @@ class MemorySteps:
         """Give back the lock of the run's directory; the steps stay, and saves go on. Communicate nothing."""
         self._lock.release()
         self._held, self._lock, self._acts = "", Lock(), False
-
-
-def _existing(path: str | os.PathLike[str]) -> str:
-    """Return a directory, or the lowest above it that exists."""
-    found = os.path.realpath(path)
-    while not os.path.isdir(found):
-        found = os.path.dirname(found)
-    return found
-
-
-def _node_of(path: str | os.PathLike[str]) -> str:
-    """Return a text that is the same for two processes only if this is the same directory for both."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            host = file.read().strip()
-    except OSError:
-        host = socket.gethostname()
-    return f"{host}:{os.stat(_existing(path)).st_dev}:{os.path.realpath(path)}"

@@ -32,7 +32,7 @@ class MemoryTier:
         parity: In place of copies: the number of nodes of a group, 2 or more. As in :func:`save_state_dict`, each node
             also has ``1 / (parity - 1)`` of the bytes of its own data.
         keep: The number of steps in memory. An older one goes when a newer one is whole on all nodes, so there has to
-            be room for one more.
+            be room for one more; with the manager's ``async_save`` for another, which a save to the root reads.
         limit: The most bytes in a node's directory; None: what its file system has free. Ranks may have another one.
             It is checked before the first save, and in the constructor of a manager that is given the model.
     """
@@ -63,6 +63,8 @@ class MemoryTier:
             object.__setattr__(self, "save_when", check_policies("save_when", self.save_when, SavePolicy))
         except ValidationError as error:
             problems += error.lines
+        if self.save_when == ():
+            problems.append("save_when has no policy, so nothing is saved. Remedy (FC507): give SaveEvery(20), say")
         if problems:
             raise ValidationError(problems, "cannot make a MemoryTier")
         object.__setattr__(self, "path", os.path.abspath(open_destination(self.path).path))

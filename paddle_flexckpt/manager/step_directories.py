@@ -21,7 +21,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
-from paddle_flexckpt.manager.anchor import ANCHOR, Anchor, begin_in_memory, read_anchor
+from paddle_flexckpt.manager.anchor import ANCHOR, AnchorFile
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
 from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interrupted, name_of, page_of, report_of
 from paddle_flexckpt.media.backend import Backend, Location, map_files, write_file
@@ -53,7 +53,12 @@ class _CachedStep:
 
 
 class StepDirectories:
-    """The step directories of a root, as the coordinator reads and changes them. One process uses it at a time."""
+    """The step directories of a root, as the coordinator reads and changes them. One process uses it at a time.
+
+    Attributes:
+        path: The root.
+        anchor: What it says of the memory of nodes.
+    """
 
     def __init__(self, root: Location) -> None:
         """Take the root directory; it need not exist."""
@@ -61,7 +66,7 @@ class StepDirectories:
         # A relative root is made absolute: the program may change its working directory.
         self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
-        self._removal = Removal(self._root)
+        self._removal, self.anchor = Removal(self._root), AnchorFile(self._root)
         self._cache: dict[int, _CachedStep] = {}
         # Steps with a checkpoint whose directory has no leftovers of dead saves, until the next save of the step.
         self._cleaned: set[int] = set()
@@ -252,25 +257,27 @@ class StepDirectories:
                 "directory; or continue in another root, with a manager of its own"
             )
         self._cache.update(found)
+        self.anchor.begin()
         return run
 
-    def find_run(self) -> tuple[str, str]:
-        """Return the run whose steps are looked for in the memory of nodes, or ""; and what is wrong with the anchor.
+    def find_memory(self) -> tuple[str, str, list[tuple[int, int]]]:
+        """Return what the root says of the memory of nodes.
 
-        Without an anchor it is the run of the highest step that a manager has saved.
+        Returns:
+            The run whose steps are looked for there, or ""; what is wrong with the anchor; and starts, each with the
+            lowest step in the root from the first on that it has saved. Without an anchor the run is that of the
+            highest step that a manager has saved.
         """
-        anchor, problem = read_anchor(self._root)
-        for step in reversed(self.steps()) if problem else ():
+        known, problem = self.anchor.read()
+        steps = self.steps() if problem or known.saves else []
+        for step in reversed(steps) if problem else ():
             with contextlib.suppress(OSError):
                 record = self._look(step).record
                 if record is not None:
                     how = f"so steps in memory are looked for by the run of step {step}"
-                    return record.run if is_run(record.run) else "", f"{self._root.where(ANCHOR)} {problem}, {how}"
-        return anchor.run, ""
-
-    def begin_in_memory(self, run: str) -> Anchor:
-        """Note in the anchor that a start begins to save a run to memory; return the anchor."""
-        return begin_in_memory(self._root, run)
+                    return record.run if is_run(record.run) else "", f"{self._root.where(ANCHOR)} {problem}, {how}", []
+        since = [(start, [step for step in steps if step >= first]) for start, first in known.saves]
+        return known.run, "", [(start, own[0]) for start, own in since if own]
 
     def prepare(self, step: int, replace: bool) -> None:
         """Prepare a step's directory for a save.
@@ -281,17 +288,20 @@ class StepDirectories:
         """
         self._cleaned.discard(step)
         self._own.add(step)
-        if step in interrupted(self._root.names()):
+        names = self._root.names()
+        if step in interrupted(names):
             self._removal.finish(step)
         directory = self.directory(step)
-        if not open_to_save(directory).has_manifest(UNIQUE_ID):  # a listing may be out of date
-            return
-        if not replace:
-            raise ValidationError(
-                f"there is a checkpoint of step {step} in {directory.path}. Remedy (FC405): give another run its own "
-                "directory; or, to lose that checkpoint, overwrite=True replaces it as soon as the new one is complete"
-            )
-        self._root.remove(page_of(step))  # the page of the old checkpoint
+        if open_to_save(directory).has_manifest(UNIQUE_ID):  # a listing may be out of date
+            if not replace:
+                raise ValidationError(
+                    f"there is a checkpoint of step {step} in {directory.path}. Remedy (FC405): give another run its "
+                    "own directory; or, to lose that checkpoint, overwrite=True replaces it as soon as the new one is "
+                    "complete"
+                )
+            self._root.remove(page_of(step))  # the page of the old checkpoint
+        if ANCHOR in names:
+            self.anchor.note_save(step)
 
     def write_page(self, step: int, content: str) -> None:
         """Write or replace the page of a step."""

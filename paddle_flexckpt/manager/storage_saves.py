@@ -46,9 +46,11 @@ class StorageSaves:
     ) -> SaveReport | SaveHandle:
         """Write a step's checkpoint, or begin to; after a failure clean up.
 
-        If the step is saved to memory too, a save in the background reads the file there (``in_memory``).
+        If the step is saved to memory too, a save in the background reads the file there (``in_memory``); only with
+        ``async_save``, for which there is room.
         """
         own, background = self._options, not asked.blocking
+        in_memory = in_memory if own.async_save else None
         try:
             options = SaveOptions(
                 unique_id=UNIQUE_ID,
@@ -96,4 +98,4 @@ class StorageSaves:
         self._follow_up.add(step, saved, metrics)
         self._follow_up.run(done, {step: saved} if isinstance(saved, SaveReport) else {})
         if failed is not None:
-            raise CheckpointError(f"{done}, but its save to memory failed: {failed}") from failed
+            raise CheckpointError(f"{done}, but its save to memory failed: {failed}") from None

@@ -15,9 +15,10 @@ import re
 import shutil
 from dataclasses import dataclass
 
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
 from paddle_flexckpt.media.backend import Backend, write_file
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.native.manifest import read_save_token
 
 NOTE = "memory.json"
 _RUN = re.compile(r"[0-9a-f]{16}", re.ASCII)
@@ -74,6 +75,16 @@ def steps_in(directory: Backend, whole: bool = False) -> list[int]:
     if whole:
         names = [name for name in names if _MANIFEST in directory.child(name).names()]
     return sorted(int(name.partition("_")[2]) for name in names)
+
+
+def numbers_in(directory: Backend) -> dict[int, int]:
+    """Return the steps in a run's directory that have a manifest, with the number of the save; 0 if it is damaged."""
+    found = dict.fromkeys(steps_in(directory, whole=True), 0)
+    for step in found:
+        manifest = directory.child(f"step_{step:08d}")
+        with contextlib.suppress(CorruptCheckpointError, FileNotFoundError), manifest.open(_MANIFEST) as file:
+            found[step] = int(read_save_token(file, manifest.where(_MANIFEST))[:8], 16)
+    return found
 
 
 def remove_step(directory: Backend) -> bool:

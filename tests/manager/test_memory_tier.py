@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.manager import KeepBest, KeepLatest, memory_steps
+from paddle_flexckpt.manager import KeepBest, KeepLatest, memory_steps, storage_saves
 from paddle_flexckpt.manager.policies import PreemptionSignals
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
@@ -774,6 +774,143 @@ def test_a_run_is_held_by_one_manager(nodes):
     assert nodes.steps(0) == ["a/04"]
 
 
+# -- going back, and starts without a tier -----------------------------------------------------------------------------
+
+
+def without_tier(nodes, places, job, **options):
+    """What each rank of a start without ``memory=`` returns."""
+
+    def on_rank(comm):
+        options_here = {"save_when": fc.SaveEvery(5 * EVERY), "preemption_signals": (), **options}
+        return job(fc.CheckpointManager(nodes.root, process_group=comm, **options_here), comm)
+
+    return SimulatedWorld(len(places)).run_all(on_rank)
+
+
+def root_save(step: int, seed: int, first="latest"):
+    """A job that goes on from a step, saves a step with values of its own to the root, and dies."""
+
+    def job(manager, comm):
+        manager.restore(first, state=shards(comm, 0))
+        manager.save(step, state=shards(comm, seed), rng=False)
+        manager.__exit__(InterruptedError, None, None)
+
+    return job
+
+
+@pytest.mark.parametrize("step", [11, 12])
+def test_a_start_without_the_tier_makes_later_steps_in_memory_void(nodes, caplog, step):
+    """It knows nothing of step 12 in memory, and saves this step or one below."""
+    one_of(nodes.run(TWO, train(13)))
+    one_of(without_tier(nodes, TWO, root_save(step, 3)))
+    caplog.clear()
+    assert one_of(nodes.run(TWO, looking)) == ([10, step], step)
+    (said,) = [text for text in caplog.messages if "of before the run went back" in text]
+    assert said.startswith(
+        f"step 12 in the memory of the nodes is of before the run went back, and saved step {step}: "
+    )
+    assert one_of(nodes.run(TWO, seed_of)) == (step, "storage", 3)
+    report = one_of(nodes.run(TWO, go_on(13)))
+    assert report == ([12] if step == 11 else [])
+    if step == 11:
+        assert one_of(nodes.run(TWO, seed_of)) == (12, "memory", 12)
+
+
+def test_a_save_that_did_not_commit_makes_nothing_void(nodes):
+    one_of(nodes.run(TWO, train(13)))
+
+    def fail(manager, comm):
+        manager.restore(state=shards(comm, 0))
+        broken = shards(comm, 11)
+        broken["w"].local_shape = (1, 1)
+        with pytest.raises(fc.ValidationError):
+            manager.save(11, state=broken, rng=False)
+
+    one_of(without_tier(nodes, TWO, fail))
+    assert one_of(nodes.run(TWO, seed_of)) == (12, "memory", 12)
+
+
+def test_going_back_makes_higher_steps_in_memory_void(nodes, caplog):
+    one_of(nodes.run(TWO, train(23), save_when=fc.SaveEvery(10)))
+    assert nodes.steps(0) == ["a/22"]
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        one_of(nodes.run(TWO, root_save(15, 3, first=10)))
+    (said,) = [text for text in caplog.messages if "in the memory of the nodes" in text]
+    assert "step 22 in the memory of the nodes is above step 10, which the run goes on from" in said
+    shutil.rmtree(Path(nodes.root) / "step_00000020")
+    assert one_of(nodes.run(TWO, seed_of)) == (15, "storage", 3)
+
+
+def test_a_manager_that_goes_back_makes_higher_steps_in_memory_void(nodes):
+    def job(manager, comm):
+        for step in (10, 12):
+            manager.should_save(step)
+            manager.save(step, state=shards(comm, step), rng=False, blocking=True)
+        root_save(11, 3, first=10)(manager, comm)
+
+    one_of(nodes.run(TWO, job))
+    assert one_of(nodes.run(TWO, seed_of)) == (11, "storage", 3)
+
+
+@pytest.mark.parametrize("where", ["memory", "root"])
+def test_nodes_that_were_away_bring_no_higher_step_back(nodes, where):
+    """The others have gone on without it, from the root."""
+    one_of(nodes.run(TWO, train(13)))
+    shutil.copytree(nodes.path / "node1", nodes.path / "away")
+    nodes.lose(0)
+    nodes.lose(1)
+    tier = {"save_when": fc.SaveEvery(1)}
+    one_of(nodes.run([0], after(10, values_of(11, 3)) if where == "memory" else root_save(12, 3), tier=tier))
+    os.rename(nodes.path / "away", nodes.path / "node1")
+    expected = (11, "memory", 3) if where == "memory" else (12, "storage", 3)
+    assert one_of(nodes.run(TWO, seed_of, tier=tier)) == expected
+
+
+def test_the_older_of_two_saves_of_a_step_is_not_taken_for_the_newer(nodes):
+    """The newer one is lost with a node."""
+    one_of(nodes.run(TWO, train(13)))
+    shutil.copytree(nodes.path / "node1", nodes.path / "away")
+    nodes.lose(0)
+    nodes.lose(1)
+    one_of(nodes.run(TWO, after(10, values_of(12, 3)), tier={"copies": 1}))
+    nodes.lose(1)
+    os.rename(nodes.path / "away", nodes.path / "node1")
+    assert one_of(nodes.run(TWO, seed_of)) == (10, "storage", 10)
+    assert one_of(nodes.run(TWO, looking)) == ([10], 10)
+    report = one_of(nodes.run(TWO, resume()))
+    assert "is of an earlier start" in report.not_in_memory[12]
+
+
+def test_a_second_run_that_takes_the_memory_says_so(nodes, caplog):
+    one_of(nodes.run(TWO, train(3)))
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        one_of(nodes.run(TWO, train(3)))
+    (said,) = [text for text in caplog.messages if "whose steps in memory are not looked for" in text]
+    advised("manager/anchor.py", "call restore() before the first save", said)
+    one_of(nodes.run(TWO, train(3)))
+    assert len({path.name for path in Path(nodes.memory(0)).iterdir()}) == 3
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "manifest"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_files_that_are_cut_short_are_lost(nodes, caplog, suffix, keep):
+    """Without a good copy the next step is taken, in memory or in the root, and it is said why."""
+    one_of(nodes.run(TWO, train(15), tier={"keep": keep}))
+    for node in TWO:
+        for path in Path(nodes.memory(node)).glob(f"*/step_00000014/*.{suffix}"):
+            cut(path)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        report = one_of(nodes.run(TWO, resume()))
+    assert (report.step, report.tier) == ((12, "memory") if keep == 2 else (10, "storage"))
+    assert list(report.not_in_memory) == [14] and report.not_in_memory[14] in caplog.text
+    assert one_of(nodes.run(TWO, looking))[1] == report.step
+
+
 # -- when --------------------------------------------------------------------------------------------------------------
 
 
@@ -795,23 +932,25 @@ def test_a_preemption_signal_saves_to_the_root(nodes, monkeypatch):
 @pytest.mark.parametrize("how", ["at once", "in the background", "earlier"])
 def test_the_root_is_saved_though_the_memory_fails(nodes, how):
     """The error comes when that is done, or on its way; on every rank."""
+    tier = {} if how == "earlier" else {"limit": 100}
 
-    def job(manager, comm):
-        if how == "earlier":
-            manager.should_save(8)
-            handle = manager.save(8, state=shards(comm, 8), rng=False)
-            handle.wait()
-            handle._outcome, handle.seen = fc.CheckpointError("a node is lost"), False
-        assert manager.should_save(10)
-        blocking = how != "in the background"
-        with pytest.raises(fc.CheckpointError) as caught:
-            manager.save(10, state=shards(comm, 10), rng=False, blocking=blocking)
-        manager.wait()
-        manager.__exit__(InterruptedError, None, None)
+    def job(comm):
+        with fc.BackgroundWriter() as writer:
+            options = {"async_save": writer} if how == "in the background" else {}
+            manager = nodes.manager(comm, comm.rank, tier=tier, **options)
+            if how == "earlier":
+                manager.should_save(8)
+                handle = manager.save(8, state=shards(comm, 8), rng=False)
+                handle.wait()
+                handle._outcome, handle.seen = fc.CheckpointError("a node is lost"), False
+            assert manager.should_save(10)
+            with pytest.raises(fc.CheckpointError) as caught:
+                manager.save(10, state=shards(comm, 10), rng=False)
+            manager.wait()
+            manager.__exit__(InterruptedError, None, None)
         return str(caught.value)
 
-    tier = {} if how == "earlier" else {"limit": 100}
-    text = one_of(nodes.run(TWO, job, tier=tier))
+    text = one_of(SimulatedWorld(2).run_all(job))
     done = "on its way" if how == "in the background" else "complete"
     assert text.startswith(f"the checkpoint of step 10 is {done}, but its save to memory failed: ")
     assert ("a node is lost" if how == "earlier" else "too little room") in text
@@ -830,7 +969,7 @@ def test_both_fail(nodes, caplog):
         text = one_error(nodes.run(TWO, job), fc.ValidationError)
     assert nodes.root in text
     (said,) = [each for each in caplog.messages if each.startswith("step 10 could not be saved to memory")]
-    assert "cannot save to the nodes' directories" in said
+    assert "the tensor has not the local shape" in said
 
 
 def test_a_preemption_signal_saves_to_the_root_though_the_memory_fails(nodes, monkeypatch):
@@ -936,6 +1075,7 @@ def test_collectives(tmp_path):
         ({"parity": 1}, "parity has to be an integer >= 2; got 1"),
         ({"keep": True}, "keep has to be an integer >= 1; got True"),
         ({"limit": 0.5}, "limit has to be an integer >= 1; got 0.5"),
+        ({"save_when": ()}, "save_when has no policy, so nothing is saved. Remedy (FC507): give SaveEvery(20), say"),
         ({"save_when": KeepLatest(1)}, "save_when has to be a SavePolicy or several; got KeepLatest"),
         (
             {"save_when": 5},
@@ -980,19 +1120,57 @@ def test_the_limit_is_looked_at_before_the_first_save(nodes):
     assert f":{nodes.memory(1)} has too little room for steps in memory" in text
     assert "2 steps (keep=1, and the one that is being saved) of 9.4 KiB, with copies=2" in text
     assert "a limit of 18.4 KiB" in text and " free" in text
-    advised("manager/memory_steps.py", "raise the limit, or the size of the file system", text)
+    advised("manager/memory_room.py", "raise the limit, or the size of the file system", text)
     assert not os.path.exists(f"{nodes.memory(0)}/x") and nodes.steps(0) == []
     assert not isinstance(nodes.run([0, 0, 1, 1], save, tier={"limit": 20 << 10})[0], Exception)
 
 
+@pytest.mark.parametrize("pending", [1, 3])
+def test_steps_that_background_saves_to_the_root_read_need_room_too(nodes, pending):
+    """Their files stay in memory until they have been read, though the steps are removed."""
+    comm = SoloCommunicator()
+    state = {"w": np.zeros((1 << 20) - 9999, "u1")}
+
+    def save(steps, **options):
+        with nodes.manager(comm, 0, tier={"copies": 1, "limit": steps << 20}, **options) as manager:
+            assert manager.should_save(2)
+            manager.save(2, state=state, rng=False)
+
+    with fc.BackgroundWriter(max_pending=pending) as writer:
+        with pytest.raises(fc.CheckpointError) as caught:
+            save(1 + pending, async_save=writer)
+        said = f"{2 + pending} steps (keep=1, {pending} that background saves to the root read, and the one"
+        assert said in str(caught.value)
+        save(2 + pending, async_save=writer)
+    with pytest.raises(fc.CheckpointError, match="3 steps"):
+        save(2, async_save=True)
+
+
+def test_a_background_save_for_which_no_room_was_asked_reads_no_file_in_memory(nodes, monkeypatch):
+    given, save = [], storage_saves.save_from_file
+
+    def watched(shards, directory, comm, options, written):
+        given.append(written is not None)
+        return save(shards, directory, comm, options, written)
+
+    monkeypatch.setattr(storage_saves, "save_from_file", watched)
+    for is_async in (False, True):
+        with nodes.manager(SoloCommunicator(), 0, async_save=is_async, tier={"copies": 1}) as manager:
+            step = 20 if is_async else 10
+            assert manager.should_save(step)
+            manager.save(step, state={"w": np.zeros(9)}, rng=False, blocking=False)
+        shutil.rmtree(nodes.root)
+    assert given == [False, True]
+
+
 def test_the_bytes_that_a_node_stores():
-    assert [fc.MemoryTier("x", (), copies=copies).stored([1, 10, 100], 0) for copies in (1, 2, 3, 4)] == [
+    assert [fc.MemoryTier("x", fc.SaveEvery(1), copies=copies).stored([1, 10, 100], 0) for copies in (1, 2, 3, 4)] == [
         1,
         101,
         111,
         111,
     ]
-    parity = fc.MemoryTier("x", (), parity=4)
+    parity = fc.MemoryTier("x", fc.SaveEvery(1), parity=4)
     assert parity.stored([90, 91, 90, 90], 2) == 90 + 31
     assert parity.stored([90, 91], 0) == 90 + 91
     assert parity.stored([90], 0) == 90

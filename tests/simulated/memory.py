@@ -126,23 +126,28 @@ class MemoryLedger(Ledger):
         if self.disturbed or self.troubled_until >= since or "best" in self._scenario.habits:
             return
         step, begun = (-1, 0.0) if found is None else (found.step, found.begun)
-        newer = [known.attempt for known in self.committed.values() if known.attempt.step > step]
-        newer += [each for each in self._whole_in_memory(script) if (each.step, each.begun) > (step, begun)]
+        known = [*(known.attempt for known in self.committed.values()), *self._whole_in_memory(script)]
+        newer = [each for each in known if (each.step, each.begun) > (step, begun)]
         if newer:
             self.violate("a restore takes the newest step", f"{newer[0]} is whole; rank {script.rank} has {found}")
 
     def _whole_in_memory(self, script: Script) -> list[Attempt]:
-        """Return the saves of the run that are whole on the nodes on which a job runs."""
+        """Return the saves of the run that are whole on the nodes on which a job runs, and count.
+
+        Those do not count that are of before the run went back: a later start has saved the step, or one below it.
+        """
         roots = [self._root_of(node.name) for node in script.job.on_nodes]
+        there = {path: save.attempt for path, save in self._published.items() if path.rpartition("/")[0] in roots}
+        saves = [*(known.attempt for known in self.committed.values()), *there.values()]
         found: dict[int, Attempt] = {}
-        for directory, save in self._published.items():
-            root, _, name = directory.rpartition("/")
-            manifest = self._decode(directory, MANIFEST)
-            if root not in roots or save.attempt.version in found or isinstance(manifest, str):
+        for directory, attempt in there.items():
+            name, manifest = directory.rpartition("/")[2], self._decode(directory, MANIFEST)
+            is_void = any(each.incarnation > attempt.incarnation and each.step <= attempt.step for each in saves)
+            if is_void or attempt.version in found or isinstance(manifest, str):
                 continue
             here = {file: data for each in roots for file, data in self._read_all(f"{each}/{name}", manifest).items()}
             if {*manifest.catalog.files} <= rebuild(manifest, here).keys():
-                found[save.attempt.version] = save.attempt
+                found[attempt.version] = attempt
         return list(found.values())
 
     def _read_all(self, directory: str, manifest: Manifest) -> dict[str, bytes]:
@@ -212,6 +217,9 @@ class MemoryLedger(Ledger):
             return
         saved = self.highest is not None and self.highest >= attempt.step
         later = (each for each in self._saves.values() if each.attempt.begun > attempt.begun)
+        # A later start goes on from a lower step, as this one was not whole then.
+        starts = {start: step for (_, start), (step, _) in self._restored.items()}
+        saved |= any(step < attempt.step for start, step in starts.items() if start > attempt.incarnation)
         if not saved and not any(each.was_whole for each in later):
             self.violate("the newest step stays", f"{attempt} goes from memory, and no later one was whole")
 
