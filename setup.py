@@ -84,6 +84,8 @@ EXTRAS_REQUIRE = {
     # aoa_config, or a mesh, as a YAML file; JSON needs nothing.
     "yaml": ["pyyaml>=6"],
     "viz": ["matplotlib>=3.7"],
+    # Weights as deltas (WeightPublisher, flexckpt apply), and reading them.
+    "rollout": ["zstandard>=0.22"],
     # Progress bars of commands; without it a line counts per cent.
     "cli": ["tqdm>=4.60"],
     # Zensical, by the same people, reads the same configuration and follows it.
@@ -108,6 +110,7 @@ EXTRAS_REQUIRE = {
         "pyyaml>=6",
         "ruff>=0.6",
         "tqdm>=4.60",
+        "zstandard>=0.22",
     ],
 }
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.loading.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.loading.state_digests import digest
     from paddle_flexckpt.loading.weight_channel import WeightChannel
+    from paddle_flexckpt.loading.weight_publisher import WeightPublisher
     from paddle_flexckpt.manager import (
         CheckpointManager,
         KeepBest,
@@ -125,6 +126,7 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "loading.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
         "loading.publishing": ("publish",),
         "loading.weight_channel": ("WeightChannel",),
+        "loading.weight_publisher": ("WeightPublisher",),
         "tools.conversion": ("convert_checkpoint",),
         "tools.export": ("export_safetensors",),
     },

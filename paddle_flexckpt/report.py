@@ -323,6 +323,9 @@ class PublishReport(Report):
         bytes_written: Bytes of tensors that this rank wrote.
         bytes_received: Bytes of tensors that this rank received from other ranks to write them.
         seconds: Wall time; ``total`` is all of it.
+        version: The number of the version, of a :class:`WeightPublisher`; else None.
+        base_version: The version on which it is based, if it is a delta: ``keys`` then counts the tensors that have
+            changed, and the bytes are those of their frames.
     """
 
     output: str
@@ -333,6 +336,8 @@ class PublishReport(Report):
     bytes_written: int
     bytes_received: int
     seconds: dict[str, float] = field(default_factory=dict)
+    version: int | None = None
+    base_version: int | None = None
 
     def summary(self) -> str:
         """Return one line for people."""

@@ -21,6 +21,7 @@ _COMMANDS = {
     "overview": ("ls", "du", "clean"),
     "rehearse": ("rehearse", "map", "bench"),
     "aoa": ("explain", "expand", "invert", "rules"),
+    "apply": ("apply",),
     "doctor": ("doctor", "patch"),
     "receive": ("receive",),
     "main": ("completion",),

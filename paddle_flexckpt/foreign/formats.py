@@ -89,6 +89,7 @@ _SOURCES = tuple(ending for row in FORMATS.values() for ending in row.sources)
 _TORCH_FILES = (".bin", ".pt", ".pth")
 _ORBAX = re.compile(r"manifest\.ocdbt|_CHECKPOINT_METADATA")
 _MOST_DIRECTORIES = 20
+_VERSION = re.compile(r"weight_v\d{6,9}/?$", re.ASCII)
 
 
 class Listing:
@@ -251,12 +252,21 @@ def _split_file(location: Location) -> tuple[Backend, str | None]:
         ValidationError: It is not a location.
     """
     if isinstance(location, Backend):
-        return location, None
+        return _resolved(location), None
     path = path_of(location)
     if path.endswith(_SOURCES) and not os.path.isdir(path):
         directory, _, name = path.rpartition("/")
         return open_backend(directory or ("/" if path.startswith("/") else ".")), name
-    return open_backend(location), None
+    return _resolved(location), None
+
+
+def _resolved(location: Location) -> Backend:
+    """Return a directory; where it has a version of weights as a delta, the files that the version has in full."""
+    path = location.path if isinstance(location, Backend) else path_of(location)
+    if _VERSION.search(path if "://" in path else os.path.abspath(path)) is None:
+        return open_backend(location)
+    backend: Backend = importlib.import_module("paddle_flexckpt.foreign.resolved_weights").resolve_version(location)
+    return backend
 
 
 def _find_source(listing: Listing, formats: Iterable[str]) -> ForeignCheckpoint | None:

@@ -107,11 +107,18 @@ class Weights(NamedTuple):
         files: Their files, by name.
         file_of: The file's name of each tensor.
         digest: A hash of the index.
+        metadata: The index's ``metadata``.
     """
 
     files: Mapping[str, TensorFile]
     file_of: Mapping[str, str]
     digest: bytes = b""
+    metadata: Mapping[str, Any] = {}
+
+    @property
+    def is_delta(self) -> bool:
+        """Return whether the files have the changes since another version (docs/rollout.md), and no tensors."""
+        return "delta_encoding" in self.metadata
 
 
 class StoredShard(NamedTuple):
@@ -232,7 +239,8 @@ def read_weights(backend: Backend, source: str, *more: str) -> Weights:
     if problems:
         error = ValidationError(problems, f"{path} and its files are not of one save. Remedy (FC304): restore them")
         raise CorruptCheckpointError(str(error))
-    return Weights(files, index.files, index.digest)
+    metadata = index.settings.get("metadata")
+    return Weights(files, index.files, index.digest, metadata if isinstance(metadata, dict) else {})
 
 
 def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:
@@ -290,6 +298,11 @@ def _detect(listing: Listing) -> ForeignCheckpoint | None:
     if not sources:
         return ForeignCheckpoint("torch_dcp", partial(_read_shards_manifest, backend, shards)) if shards else None
     weights = read_weights(backend, *sources)
+    if weights.is_delta:
+        raise ValidationError(
+            f"{backend.path} has a delta of weights, which is read by the path of its directory beside the version "
+            "that it is based on. Remedy (FC301): give the path of the directory weight_v..."
+        )
     of_paddle = any(file.is_of_paddle for file in weights.files.values())
     origin = "unified_checkpoint" if of_paddle else "huggingface"
     return ForeignCheckpoint(origin, partial(_manifest_of_weights, backend, weights, origin))

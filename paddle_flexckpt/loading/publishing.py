@@ -156,7 +156,7 @@ def publish(
 
 
 def publish_as(
-    kind: type[Publication], model: Any, output: Location, process_group: Any, asked: PublishOptions, call: str
+    kind: Callable[..., Publication], model: Any, output: Location, process_group: Any, asked: PublishOptions, call: str
 ) -> PublishReport:
     """Publish a live model by a kind of publication; arguments and errors as of :func:`publish`."""
     begin = time.perf_counter()
@@ -184,6 +184,8 @@ class Publication:
     An error in the context removes what this rank has written, unless the model may have been published.
     """
 
+    # Whether ranks write pieces to their places in files that they share.
+    writes_in_place = True
     _output: OutputDirectory
     _files: ModelFiles
     # Whether the model may have been published. The coordinator knows; the others do not, when they have written all.
@@ -242,7 +244,7 @@ class Publication:
             self._output.check_unused()
             self._config = options.config_text() if self._leads else None
             backend = self._output.backend
-            place = place_of(backend).encode() if backend.has_path else b""
+            place = place_of(backend).encode() if backend.has_path and self.writes_in_place else b""
             return options.encode(self._call), b"" if exists(backend) else b"made", place, os.urandom(8)
 
         self._state = gather(describe_call, self._context)
@@ -290,19 +292,24 @@ class Publication:
         all_files = self._all_files = self._divide()
         self._owners = [i * comm.size // len(all_files) for i in range(len(all_files))]
         self._own = [file for file, owner in zip(all_files, self._owners) if owner == comm.position]
+        self._files = self._open_files()
+
+    def _open_files(self) -> ModelFiles:
+        """Begin this rank's files; ValidationError if the model cannot be written so."""
         if len({bool(place) for place in self._places}) > 1:
             raise ValidationError(
                 "some ranks reach the output by a path, and others do not. Remedy (FC502): give the same output on "
                 "every rank"
             )
-        is_shared = bool(self._places[comm.position])
-        self._files = ModelFiles(self._output, all_files, self._infos, self._token, is_shared)
-        self._closing.callback(self._files.close)
+        is_shared = bool(self._places[self._comm.position])
+        files = ModelFiles(self._output, self._all_files, self._infos, self._token, is_shared)
+        self._closing.callback(files.close)
         if self._leads or is_shared:
             self._output.backend.make_directory()
         if self._leads and self._config is not None:
             self._output.publish(CONFIG_FILE, self._config)
-        self._files.begin(self._own, removes_all=self._leads)
+        files.begin(self._own, removes_all=self._leads)
+        return files
 
     def _choose(self) -> Chosen:
         """Return the tensors to write; errors as of :meth:`_begin`."""

@@ -297,7 +297,11 @@ def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo], prefix: 
 
 
 def tensor_file(
-    file: str, part: Sequence[str], infos: Mapping[str, TensorInfo], stored: Callable[[str], str] = str
+    file: str,
+    part: Sequence[str],
+    infos: Mapping[str, TensorInfo],
+    stored: Callable[[str], str] = str,
+    metadata: Mapping[str, str] | None = None,
 ) -> TensorFile:
     """Return a file for some tensors.
 
@@ -306,13 +310,14 @@ def tensor_file(
         part: The tensors' names.
         infos: Shape and dtype by name.
         stored: Returns a tensor's name in the file.
+        metadata: Its ``__metadata__``; None: that of a model.
 
     Raises:
         ValidationError: There are too many for one file.
     """
     # Wide elements first, so that all are aligned.
     names = sorted(part, key=lambda name: (-dtype_of(infos[name].dtype).itemsize, name))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"} if metadata is None else metadata}
     end = 0
     for name in names:
         begin, end = end, end + infos[name].nbytes

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from paddle_flexckpt.catalog import Problem
 from paddle_flexckpt.cli.main import build_parser, main
@@ -40,6 +41,7 @@ LINES = {
     "ls": (["ROOT"],),
     "clean": (["ROOT"], ["ROOT", "--remove"]),
     "du": (["ONE"], ["ONE", "--by", "rank"]),
+    "apply": (["VERSIONS", "LOCAL"], ["VERSIONS", "LOCAL", "--version", "1"]),
     "doctor": ([],),
     "rehearse": (["ONE", "--to", "tp=1", "--weights"], ["ONE", "--to", "dp=2", "--save"]),
     "map": (["ONE"],),
@@ -91,7 +93,12 @@ def places(tmp_path_factory):
     save(str(root / "BAD"), VALUES, world=1)
     (data,) = (root / "BAD").glob("*.safetensors")
     flip(data, data.stat().st_size - 3)
+    versions = tmp_path_factory.mktemp("versions")
+    (versions / "weight_v000001").mkdir()
+    save_file({"w": np.ones(3, np.float32)}, versions / "weight_v000001" / "model.safetensors")
     return {
+        "VERSIONS": str(versions),
+        "LOCAL": str(versions / "local"),
         "ROOT": str(root),
         "OUT": str(tmp_path_factory.mktemp("out") / "new"),
         **{name: str(root / name) for name in ("ONE", "TWO", "BAD")},

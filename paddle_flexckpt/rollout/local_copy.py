@@ -1,0 +1,255 @@
+"""A local copy of a model that follows the versions of its weights: ``flexckpt apply``.
+
+New files are written beside the copy, in ``.weight_sync/next``. When all of them are durable, ``next.json`` says so,
+and they are renamed. So an interrupted call changes nothing, or the next one finishes it. ``.weight_sync/lock`` and
+``state.json`` are those of the format, and other receivers understand them; meanwhile they refuse the copy.
+
+Tested in tests/rollout/test_local_copy.py and tests/crash/test_weight_versions.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.errors import without_remedy
+from paddle_flexckpt.foreign.resolved_weights import ResolvedWeights
+from paddle_flexckpt.foreign.weight_versions import (
+    WeightVersion,
+    broken,
+    list_versions,
+    read_chain,
+    read_whole,
+    version_directory,
+)
+from paddle_flexckpt.media.backend import Backend, InputFile, Location, fill, publish
+from paddle_flexckpt.media.local import LocalBackend, OutputParts
+from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.native.row_files import ReadThreads
+from paddle_flexckpt.report import Report
+
+SYNC, LOCK, STATE, NEXT, RECORD = ".weight_sync", "lock", "state.json", "next", "next.json"
+# The version of a copy of which some files are new; no number, so that no other receiver goes on with it.
+_UNFINISHED = "unfinished"
+# What a thread copies at a time, of bytes that do not change; and what counts of a file's ends for its mark.
+_COPY_BYTES, _MARK_BYTES = 16 << 20, 64 << 10
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class ApplyReport(Report):
+    """The result of bringing a local copy to a version.
+
+    Attributes:
+        path: The copy's directory.
+        version: The version that it has now.
+        before: The version that it had; None if it had none, or was not used.
+        full_version: The full version that was copied; None if the deltas were enough.
+        files: Names of the files that were written.
+        tensors: Number of tensors to which deltas were applied.
+        seconds: Wall time.
+    """
+
+    path: str
+    version: int
+    before: int | None
+    full_version: int | None
+    files: list[str]
+    tensors: int
+    seconds: float
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        since = f"version {self.before}" if self.full_version is None else f"full version {self.full_version}"
+        work = f"{self.tensors} tensors changed, {len(self.files)} files written in {self.seconds:.2f} s"
+        return f"{self.path} has version {self.version}, from {since}: {work}"
+
+
+def apply_version(
+    root: Location,
+    local: str | os.PathLike[str],
+    version: int | None = None,
+    *,
+    base: Location | None = None,
+    full: bool = False,
+) -> ApplyReport:
+    """Bring a local copy of a model to a version. Calls for one copy wait for each other.
+
+    Args:
+        root: The directory of the versions: a path, a URL, or what ``open_storage`` gives.
+        local: The copy's directory, made if it is not there. Only its weights are replaced and removed.
+        version: The version; None: the newest.
+        base: The directory of version 0, the model with which the engines have started, if deltas are based on it.
+        full: Whether to begin with a full version, whatever the copy has.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: There is no version, or the directory has a model that is no such copy.
+        CorruptCheckpointError: A version is missing or damaged; the text names a full version to take. The copy is as
+            it was.
+        OSError: The file system failed; the copy is as it was, or the next call finishes it.
+    """
+    begin, source, copy = time.perf_counter(), open_backend(root), _LocalCopy(os.fspath(local), full)
+    with copy.lock():
+        copy.finish()
+        newest = max(list_versions(source), default=0)
+        if version is None and not newest:
+            raise ValidationError(f"{source.path} has no version of weights. Remedy (FC301): correct the path")
+        version = newest if version is None else version
+        before = None if full else copy.applied(source, version)
+        chain, files = list[WeightVersion](), list[str]()
+        if before != version:
+            if base is not None and before is None:
+                chain = read_chain(source, version, 0)
+                if not chain or chain[0].base is not None:
+                    chain.insert(0, WeightVersion(0, open_backend(base), read_whole(open_backend(base))))
+            else:
+                chain = read_chain(source, version, before)
+            files = copy.take(source, chain)
+            copy.finish()
+    tensors = {name for each in chain if each.base is not None for name in each.weights.file_of}
+    seed = chain[0].number if chain and chain[0].base is None else None
+    return ApplyReport(copy.path, version, before, seed, files, len(tensors), time.perf_counter() - begin)
+
+
+def _mark_of(root: Backend, *numbers: int) -> str:
+    """Return a hash of the ends of the files of versions, which those of another run do not have; "" if one is gone."""
+    mark = xxhash.xxh3_128()
+    for number in numbers:
+        directory = version_directory(root, number)
+        names = sorted(name for name in directory.names() if name.endswith(_WEIGHTS))
+        if not names:
+            return ""
+        for name in names:
+            with directory.open(name) as file:
+                ends = file.read(0, _MARK_BYTES), file.read(max(0, file.size - _MARK_BYTES), _MARK_BYTES)
+                mark.update(f"{name}\0{file.size}\0".encode() + b"".join(ends))
+    return str(mark.hexdigest())
+
+
+class _LocalCopy:
+    """A copy's directory, with the record of its version."""
+
+    def __init__(self, path: str, full: bool) -> None:
+        self.path, self._files = os.path.abspath(path), LocalBackend(path, lock=False)
+        self._sync, self._next = self._files.child(SYNC), self._files.child(SYNC).child(NEXT)
+        if not full and not os.path.isdir(self._sync.path) and any(n.endswith(_WEIGHTS) for n in self._files.names()):
+            raise ValidationError(
+                f"{self.path} has a model that is no copy of versions of weights. Remedy (FC405): give another "
+                "directory, or --full to replace its weights"
+            )
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the copy's lock; wait for it."""
+        self._sync.make_directory()
+        descriptor = os.open(self._sync.where(LOCK), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads(self._sync.read(name))
+            return found if found["version"] == _UNFINISHED else {**found, "version": int(found["version"])}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError, KeyError) as error:
+            raise CorruptCheckpointError(
+                f"{self._sync.where(name)} is no record of a version: {error}. Remedy (FC305): remove it; a full "
+                "version is copied then"
+            ) from error
+
+    def applied(self, source: Backend, version: int) -> int | None:
+        """Return the version that the copy has; None if it cannot be used for this one."""
+        state = self._read(STATE)
+        number, mark = state.get("version"), state.get("mark")
+        if number in (None, _UNFINISHED) or number > version:
+            return None
+        return None if mark and _mark_of(source, state.get("full", 0), number) not in (mark, "") else int(number)
+
+    def take(self, source: Backend, chain: Sequence[WeightVersion]) -> list[str]:
+        """Write all files that change, and record that they are complete; return their names."""
+        seeds, version = chain[0].base is None, chain[-1].number
+        if not seeds:
+            try:
+                chain = [WeightVersion(0, self._files, read_whole(self._files)), *chain]
+            except CorruptCheckpointError as error:
+                raise broken(source, version, f"{self.path} is not whole: {without_remedy(error)}") from None
+        resolved = ResolvedWeights(source, chain)
+        there = resolved.names()
+        files = [name for name in there if seeds or resolved.touched(name)]
+        stale = [name for name in self._files.names() if name.endswith(_WEIGHTS) and name not in there]
+        self._next.make_directory()
+        for name in files:
+            self._write(name, resolved)
+        self._next.sync()
+        state = self._read(STATE)
+        full = chain[0].number if seeds else state.get("full", 0)
+        record = {"version": f"{version:06d}", "full": full, "mark": _mark_of(source, full, version)}
+        record |= {"files": files, "stale": stale, "before": state.get("version")}
+        publish(self._sync, RECORD, json.dumps(record).encode())
+        return files
+
+    def _write(self, name: str, resolved: ResolvedWeights) -> None:
+        threads = ReadThreads()
+        with resolved.source.open(name) as source, OutputParts(self._next.where(name)) as output:
+            jobs, position = list[Callable[[], None]](), 0
+            for begin, end, tensor in [*resolved.touched(name), (source.size, source.size, "")]:
+                for low in range(position, begin, _COPY_BYTES):
+                    jobs.append(functools.partial(_copy, source, output, low, min(begin, low + _COPY_BYTES)))
+                if tensor:
+                    jobs.append(functools.partial(_change, resolved, tensor, output, begin))
+                position = end
+            try:
+                threads.each(lambda i: jobs[i](), len(jobs))
+            finally:
+                threads.close()
+            output.make_durable()
+
+    def finish(self) -> None:
+        """Put complete new files in their place, and remove incomplete ones."""
+        record = self._read(RECORD)
+        # Another receiver may have changed the copy meanwhile.
+        if record and self._read(STATE).get("version") in (_UNFINISHED, record["before"], record["version"]):
+            publish(self._sync, STATE, json.dumps({"version": _UNFINISHED}).encode())
+            for name in record["files"]:
+                with contextlib.suppress(FileNotFoundError):  # it was renamed before the interruption
+                    os.rename(self._next.where(name), self._files.where(name))
+            for name in record["stale"]:
+                self._files.remove(name)
+            self._files.sync()
+            found = {"version": f"{record['version']:06d}", "full": record["full"], "mark": record["mark"]}
+            publish(self._sync, STATE, json.dumps(found).encode())
+        for name in self._sync.names():
+            if name not in (LOCK, STATE):
+                self._sync.remove(name)
+        for name in self._next.names():
+            self._next.remove(name)
+
+
+def _copy(source: InputFile, output: OutputParts, begin: int, end: int) -> None:
+    data = np.empty(end - begin, dtype=np.uint8)
+    if fill(source, memoryview(data), begin) != len(data):
+        raise CorruptCheckpointError(f"a file became shorter than {end} bytes while it was copied")
+    output.write_at(memoryview(data), begin)
+
+
+def _change(resolved: ResolvedWeights, tensor: str, output: OutputParts, begin: int) -> None:
+    for at, part in resolved.chunks(tensor):
+        output.write_at(memoryview(part), begin + at)
