@@ -20,6 +20,7 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_commit import SOME_PUBLISHED, NodeCommit, NodeLayout
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.ranks.group_listener import ask_outcome
 from paddle_flexckpt.ranks.writer_group import UNKNOWN_OUTCOME, LostCoordinatorError, WriterGroup
 
@@ -81,12 +82,24 @@ def save_together(
 
 
 def commit_on_nodes(
-    job: WriteJob, layout: NodeLayout, directory: NodeDirectory, group: WriterGroup, refusal: str = ""
+    job: WriteJob,
+    layout: NodeLayout,
+    directory: NodeDirectory,
+    group: WriterGroup,
+    refusal: str = "",
+    progress: ProgressCallback | None = None,
 ) -> Outcome:
     """Copy and commit a save to nodes, whose data files the ranks have written; return the outcome of the save.
 
-    ``layout`` has the nodes; the other arguments are those of :func:`save_together`.
+    ``layout`` has the nodes, and ``progress`` gets the progress; the other arguments are those of
+    :func:`save_together`.
     """
+
+    def meter(phase: str, nbytes: int) -> Meter:
+        opened = Meter(progress, phase, job.data_bytes + nbytes, len(job.items))
+        opened.reach(job.data_bytes, len(job.items))
+        return opened
+
     begin = time.perf_counter()
     outcome = Outcome(None)
     save = NodeCommit(group, directory, job.names, layout)
@@ -95,7 +108,7 @@ def commit_on_nodes(
             raise group.abort(refusal)
         _, parts = group.together(lambda: (None, job.part))
         outcome.seconds["write"] = time.perf_counter() - begin
-        save.run(save.merge(parts), outcome.warnings)
+        save.run(save.merge(parts), outcome.warnings, meter)
     except LostRankError as error:
         if save.is_published:
             text = f"the save is complete, but files that it does not need may be left: {error}"

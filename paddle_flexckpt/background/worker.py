@@ -74,7 +74,7 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
             if job.layout is None:
                 outcome = save_together(job, directory, group, write, refusal)
             else:
-                outcome = commit_on_nodes(job, job.layout, directory, group, refusal)
+                outcome = commit_on_nodes(job, job.layout, directory, group, refusal, progress)
         finally:
             if lock is not None:
                 lock.release()

@@ -16,6 +16,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media.backend import InputFile, fill
 from paddle_flexckpt.native.parity import CHUNK_BYTES, Block, Range, Write
+from paddle_flexckpt.progress import SILENT, Meter
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.transport import Streams, open_transport
 
@@ -39,7 +40,9 @@ class Making:
     output: AbstractContextManager[Write]
 
 
-def exchange_files(comm: Communicator, makings: Sequence[Making], open_file: OpenFile, context: str) -> None:
+def exchange_files(
+    comm: Communicator, makings: Sequence[Making], open_file: OpenFile, context: str, meter: Meter = SILENT
+) -> None:
     """Make files, in chunks. All ranks call this. Two collectives.
 
     Args:
@@ -47,6 +50,7 @@ def exchange_files(comm: Communicator, makings: Sequence[Making], open_file: Ope
         makings: The files that this rank makes, or reads for; in the same order on all ranks.
         open_file: Opens a file that this rank reads.
         context: What is being done, for errors.
+        meter: Counts the bytes that this rank writes.
 
     Raises:
         CheckpointError: A file became shorter, what was made is not what it should be, or storage or a rank failed.
@@ -58,7 +62,7 @@ def exchange_files(comm: Communicator, makings: Sequence[Making], open_file: Ope
     transport = open_transport(comm)
 
     def make() -> tuple[None, bytes]:
-        with contextlib.closing(_received(makings, comm.rank, open_file)) as received:
+        with contextlib.closing(_received(makings, comm.rank, open_file, meter)) as received:
             sent = _sent(makings, comm.rank, open_file)
             transport.exchange_rounds(addresses, (receivers, senders), sent, received)
         return None, b""
@@ -86,7 +90,9 @@ def _sent(makings: Sequence[Making], rank: int, open_file: OpenFile) -> Iterator
         yield {maker: _read(open_file, each) for maker, each in ranges.items()}
 
 
-def _received(makings: Sequence[Making], rank: int, open_file: OpenFile) -> Generator[Streams, None, None]:
+def _received(
+    makings: Sequence[Making], rank: int, open_file: OpenFile, meter: Meter
+) -> Generator[Streams, None, None]:
     scratch = np.empty(CHUNK_BYTES, dtype=np.uint8)
     own = [making for making in makings if making.maker == rank]
     with contextlib.ExitStack() as outputs:
@@ -106,6 +112,7 @@ def _received(makings: Sequence[Making], rank: int, open_file: OpenFile) -> Gene
             yield {reader: _combine(each) for reader, each in parts.items()}
             for (making, _), total in zip(chunks, totals):
                 write[id(making)](total)
+                meter.add(len(total))
 
 
 def _combine(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Iterator[np.ndarray]:

@@ -5,7 +5,6 @@ Tested in tests/saving/test_nodes.py, tests/crash/test_nodes.py and tests/backgr
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
-from paddle_flexckpt.media.backend import Backend, Lock
+from paddle_flexckpt.media.backend import Lock
 from paddle_flexckpt.native.file_exchange import Making, exchange_files
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.parity import Block, Range, Write, group_nodes, stripe_of, write_parity
+from paddle_flexckpt.native.parity import Block, Range, group_nodes, stripe_of, write_copy, write_parity
 from paddle_flexckpt.native.save_directory import CleanUpError
 from paddle_flexckpt.native.save_names import SaveNames
+from paddle_flexckpt.progress import SILENT, Meter
 from paddle_flexckpt.ranks.communicator import Communicator
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -124,16 +124,23 @@ class NodeCommit:
                     files[layout.names[layout.node_of(position)]].append(parity)
         return replace(merged, nodes={name: tuple(kept) for name, kept in files.items()})
 
-    def run(self, manifest: Manifest, warnings: list[str] | None = None) -> None:
+    def run(
+        self, manifest: Manifest, warnings: list[str] | None = None, meter: Callable[[str, int], Meter] | None = None
+    ) -> None:
         """Copy files to other nodes, and commit on all: prepare, publish, finish. A collective after each.
 
-        Copies and parity take one more, in which the members learn each other's addresses. ``warnings`` collects errors
-        after the commit that do not harm the checkpoint; None raises them.
+        Copies and parity take one more, in which the members learn each other's addresses.
+
+        Args:
+            manifest: The manifest of all nodes.
+            warnings: Collects errors after the commit that do not harm the checkpoint; None raises them.
+            meter: Opens a meter of a phase in which this member writes so many bytes.
 
         Raises:
             CheckpointError: A node could not commit.
         """
-        directory, context, rank = self.directory, self._context, self._comm.rank
+        directory, context, rank, made = self.directory, self._context, self._comm.rank, 0
+        open_meter = meter or (lambda phase, nbytes: SILENT)
         node = self.layout.names[self.layout.node_of(self._comm.position)]
         replaced: list[Lock | None] = []
 
@@ -153,7 +160,9 @@ class NodeCommit:
 
         if self.layout.copies > 1 or self.layout.parity is not None:
             makings = [*self._copies(manifest), *self._parity(manifest)]
-            exchange_files(self._comm, makings, directory.backend.open, context)
+            made = sum(block.length for making in makings if making.maker == rank for block in making.blocks)
+            exchange_files(self._comm, makings, directory.backend.open, context, open_meter("write", made))
+        open_meter("commit", made).finish()
         self._is_removable = False
         try:
             self._on_nodes(prepare, context)
@@ -205,7 +214,7 @@ class NodeCommit:
             for other in self.layout.receivers(position) if name in sizes else ():
                 if self._comm.position in (position, other):
                     whole = Block(sizes[name], (Range(name, 0, sizes[name]),))
-                    output = _write_copy(self.directory.backend, name, sizes[name])
+                    output = write_copy(self.directory.backend, name, sizes[name])
                     yield Making(ranks[other], [whole], {name: rank}, output)
 
     def _parity(self, manifest: Manifest) -> Iterator[Making]:
@@ -217,10 +226,3 @@ class NodeCommit:
                 for member, rank in enumerate(ranks):
                     output = write_parity(self.directory.backend, stripe, member)
                     yield Making(rank, [stripe.parity(member)], dict(zip(stripe.files, ranks)), output)
-
-
-@contextlib.contextmanager
-def _write_copy(backend: Backend, name: str, size: int) -> Iterator[Write]:
-    """Write a copy of a file durably: yield a function that takes its bytes."""
-    with backend.create(name, size=size) as file:
-        yield lambda part: file.write(memoryview(part))

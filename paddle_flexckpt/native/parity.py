@@ -185,6 +185,13 @@ def check_checksum(backend: Backend, name: str) -> None:
 
 
 @contextlib.contextmanager
+def write_copy(backend: Backend, name: str, size: int) -> Iterator[Write]:
+    """Write a copy of a file durably: yield a function that takes its bytes."""
+    with backend.create(name, size=size) as file:
+        yield lambda part: file.write(memoryview(part))
+
+
+@contextlib.contextmanager
 def write_parity(backend: Backend, stripe: Stripe, member: int) -> Iterator[Write]:
     """Write a parity file durably: yield a function that takes the exclusive-or, chunk by chunk."""
     hasher = xxhash.xxh3_64()
@@ -219,7 +226,8 @@ def write_rebuilt(backend: Backend, manifest: Manifest, name: str) -> Iterator[W
     def write(part: np.ndarray) -> None:
         nonlocal rest
         rest = np.concatenate([rest, part])
-        file.write(memoryview(part))
+        with _explain_not_rebuilt(where):
+            file.write(memoryview(part))
         while left and left[-1].length <= len(rest):
             block = left.pop()
             data, expected = rest[: block.length], block.checksum
@@ -234,17 +242,24 @@ def write_rebuilt(backend: Backend, manifest: Manifest, name: str) -> Iterator[W
                 )
             rest = rest[block.length :]
 
-    try:
-        output = backend.create(name, "replace", size)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{where} is lost, and cannot be rebuilt there: {error.strerror}. Remedy (FC504): make the directory "
-            "writable, or rebuild it by `flexckpt repair --nodes`",
-        ) from error
-    with output as file:
+    with contextlib.ExitStack() as output:
+        with _explain_not_rebuilt(where):
+            file = output.enter_context(backend.create(name, "replace", size))
         yield write
-    backend.sync()
+        with _explain_not_rebuilt(where):
+            output.close()
+            backend.sync()
+
+
+@contextlib.contextmanager
+def _explain_not_rebuilt(where: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        text = f"{where} is lost, and cannot be rebuilt there: {error.strerror}"
+        if "Remedy (" not in text:
+            text += ". Remedy (FC504): make the directory writable, or rebuild it by `flexckpt repair --nodes`"
+        raise OSError(error.errno, text) from error
 
 
 class _SavedBlock(NamedTuple):

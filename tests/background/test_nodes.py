@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 
 import pytest
 
+from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.loading.loader import load_state_dict
@@ -75,6 +77,25 @@ def test_writers_store_parity_from_which_a_lost_node_is_rebuilt(tmp_path, ranks,
     assert not any("-1." in name for name in names)
     shutil.rmtree(nodes[lost])
     assert load(paths)[1] == 2
+
+
+@pytest.mark.parametrize("options", [{"node_copies": 1}, {"node_copies": 2}, {"parity": 2}])
+def test_the_handle_says_how_far_the_copies_are(nodes, ranks, monkeypatch, options):
+    seen = {}
+    owner = property(lambda self: seen[self][-1], lambda self, now: seen.setdefault(self, []).append(now))
+    monkeypatch.setattr(SaveHandle, "progress", owner, raising=False)
+    handles = save(nodes, 1, ranks(2), **options)
+    outcomes(handles)
+    for handle in handles:
+        each = seen[handle]
+        phases = [phase for phase, _ in itertools.groupby(progress.phase for progress in each)]
+        has_more = options != {"node_copies": 1}
+        assert phases == ["stage", "queue", *(["write"] if has_more else []), "commit"]
+        done = [progress.bytes_done for progress in each]
+        assert done == sorted(done) and done[-1] == each[-1].bytes_total
+        own = each[phases.index("queue")].bytes_total
+        # What the writer writes is the other node's file, here as copy and as parity.
+        assert own < done[-1] if has_more else own == done[-1]
 
 
 def test_the_call_takes_as_many_collectives_as_finding_the_nodes_and_two(nodes, ranks):

@@ -11,6 +11,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.media import local
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.native.directory import CheckpointDirectory
@@ -215,6 +216,22 @@ def test_a_directory_that_cannot_be_written_to_says_so(saved, monkeypatch):
     assert load([a, b, c, d])[1] == 1
 
 
+def test_a_disk_without_room_for_what_is_rebuilt_says_so(saved, monkeypatch):
+    a, b, c, d = saved
+    lose(d)
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local, "write_all", refuse)
+    text = one_error(load([a, b, c, d]))
+    assert f"/{data_file(a, 6)} is lost, and cannot be rebuilt there: No space left on device" in text
+    advised("media/full_disks.py", "make room on that storage for what all its ranks write, and call again", text)
+    assert "make the directory writable" not in text
+    monkeypatch.undo()
+    assert load([a, b, c, d])[1] == 1
+
+
 def test_ranks_without_a_file_have_parity_too(nodes):
     state = {"w": np.arange(50)}
 
@@ -285,20 +302,34 @@ def test_uneven_nodes_are_refused_before_anything_is_written(nodes, monkeypatch)
     assert load([b, b])[1] == 1
 
 
-def test_a_failed_write_of_parity_leaves_nothing(saved, monkeypatch):
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        (".parity", {"parity": 4}),
+        (".safetensors", {"node_copies": 2}),
+        (".prepared", {"parity": 4}),
+        (".partition", {"parity": 4}),
+    ],
+)
+def test_a_disk_that_is_full_is_told_with_a_remedy_and_leaves_nothing(saved, monkeypatch, what, options):
+    """While parity, a copy of another node's file, the manifest or a partition of it is written."""
     _, b, *_ = saved
     before = {path: sorted(os.listdir(path)) for path in saved}
-    create = LocalBackend.create
+    write_all, own = local.write_all, ("2_", "3_") if what == ".safetensors" else ()
+    monkeypatch.setattr(partitions, "MOST_ROWS_IN_ONE_FILE", 0)
 
-    def refuse(self, name, *args, **kwargs):
-        if self.path == b and name.endswith(".parity"):
+    def refuse(descriptor, parts):
+        directory, name = os.path.split(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if directory == b and what in name and not name.startswith(own):
             raise OSError(28, "No space left on device")
-        return create(self, name, *args, **kwargs)
+        return write_all(descriptor, parts)
 
-    monkeypatch.setattr(LocalBackend, "create", refuse)
-    text = one_error(save([path for path in saved for _ in range(2)], 2, parity=4), CheckpointError)
-    assert "No space left on device" in text
+    monkeypatch.setattr(local, "write_all", refuse)
+    text = one_error(save([path for path in saved for _ in range(2)], 2, **options), CheckpointError)
+    assert f"No space left on device: {b}/" in text and " are free there now. Remedy (FC402): make room" in text
     assert {path: sorted(os.listdir(path)) for path in saved} == before
+    monkeypatch.undo()
+    done(save([path for path in saved for _ in range(2)], 2, **options))
 
 
 def test_a_lost_parity_file_stops_the_commit(saved, monkeypatch):
