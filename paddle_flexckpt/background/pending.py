@@ -35,7 +35,8 @@ class SaveHandle:
         seen: Whether the caller has learned how the save ended.
         written: The file with this rank's data, of a save to nodes.
         progress: How far this rank is: ``"stage"`` while data is copied, ``"queue"`` until the writer starts on it,
-            ``"write"``, and ``"commit"`` when this rank has written all. It does not change after the save is over.
+            ``"write"`` (copies and parity, if the save is to nodes), and ``"commit"`` when this rank has written all.
+            It does not change after the save is over.
     """
 
     def __init__(self, path: str, unique_id: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,6 +72,19 @@ class NodeLayout:
         """Return the positions of ranks whose files protect each other by parity: the same place on each node."""
         groups = [] if self.parity is None else group_nodes(len(self.nodes), self.parity)
         return [list(members) for group in groups for members in zip(*(self.nodes[node] for node in group))]
+
+    @property
+    def unprotected(self) -> dict[str, list[str]]:
+        """Return the hosts whose loss loses data in spite of copies or parity, with the names of their nodes."""
+        host = [name.partition("(")[2].partition(":")[0] for name in self.names]
+        count = len(self.nodes)
+        if self.parity is not None:
+            groups = [Counter(host[node] for node in group) for group in group_nodes(count, self.parity)]
+            lost = {name for group in groups for name, several in group.items() if several > 1}
+        else:
+            held = [{host[(node + copy) % count] for copy in range(self.copies)} for node in range(count)]
+            lost = {name for hosts in held for name in hosts if len(hosts) == 1 < self.copies}
+        return {each: [name for name, of in zip(self.names, host) if of == each] for each in sorted(lost)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> NodeLayout:
@@ -224,5 +238,6 @@ class NodeCommit:
                 ranks = [self._comm.ranks[position] for position in members]
                 stripe = stripe_of(manifest, ranks)
                 for member, rank in enumerate(ranks):
-                    output = write_parity(self.directory.backend, stripe, member)
-                    yield Making(rank, [stripe.parity(member)], dict(zip(stripe.files, ranks)), output)
+                    if (block := stripe.parity(member)).length:
+                        output = write_parity(self.directory.backend, stripe, member)
+                        yield Making(rank, [block], dict(zip(stripe.files, ranks)), output)

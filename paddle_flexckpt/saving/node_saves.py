@@ -19,6 +19,7 @@ import numpy as np
 
 from paddle_flexckpt.background.earlier_saves import await_earlier
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.media.backend import Backend, SaveLock, write_file
 from paddle_flexckpt.native.node_commit import NodeCommit, NodeLayout
@@ -32,6 +33,8 @@ from paddle_flexckpt.transfer.agreement import check_same
 from paddle_flexckpt.transfer.plan_cache import gather_full
 
 logger = logging.getLogger("paddle_flexckpt")
+# The nodes whose hosts a warning has named.
+_warned: set[tuple[str, ...]] = set()
 # A file by which ranks find out whether they see the same directory.
 _TOKEN = re.compile(r"\d+\.[0-9a-f]{32}\.node", re.ASCII)
 
@@ -77,6 +80,8 @@ class NodeSave:
             )
         if layout.parity is not None:
             check_parity(layout.parity, layout.nodes, layout.names)
+        if self._comm.position == 0:
+            _warn_of_hosts(layout)
         if self.nodes.is_committer:
             self.directory.mark_save(self.names, self._comm.size, count)
         return self.names, b""
@@ -189,6 +194,21 @@ def find_nodes(
     names = SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen), replaces)
     commit = NodeCommit(comm, open_directory(), names, layout, context)
     return NodeSave(comm, commit, locks, published, aborted)
+
+
+def _warn_of_hosts(layout: NodeLayout) -> None:
+    """Warn, once in a process, that a host has several directories that protect each other alone."""
+    unprotected = layout.unprotected
+    if not unprotected or layout.names in _warned:
+        return
+    _warned.add(layout.names)
+    what = f"node_copies={layout.copies}" if layout.parity is None else f"parity={layout.parity}"
+    hosts = listed([f"host {host}" for host in unprotected])
+    names = listed([name for several in unprotected.values() for name in several])
+    logger.warning(
+        f"{what} does not survive the loss of a host: on {hosts}, directories protect each other alone: "
+        f"{names}. Remedy (FC504): give all ranks of a host one directory, or run on more hosts"
+    )
 
 
 def _look(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,12 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.saving import node_saves
 from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing import simulated
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.verification import verify_checkpoint
+from tests.background.helpers import shards
 from tests.native.samples import flip
 from tests.remedies.following import advised
 from tests.saved import data_file, short_names
@@ -244,7 +247,10 @@ def test_ranks_without_a_file_have_parity_too(nodes):
         return (found["w"] == state["w"]).all()
 
     SimulatedWorld(4).run(saving)
+    for path, files in zip(nodes, CheckpointDirectory(nodes[0]).read_manifest().nodes.values()):
+        assert {*files} == {name for name in os.listdir(path) if name.endswith((".safetensors", ".parity"))}
     (writer,) = [path for path in nodes if bytes_of(path, ".safetensors")]
+    assert not bytes_of(writer, ".parity"), "there is nothing that it could protect"
     lose(writer)
     assert all(SimulatedWorld(4).run(loading))
 
@@ -272,6 +278,42 @@ def test_tensors_without_elements_are_rebuilt_by_a_manifest_in_partitions(nodes,
     assert SimulatedWorld(4).run_all(loading) == [True] * 4
     (found,) = [path for path in nodes if data_file(nodes[0], 2) in os.listdir(path)]
     assert Path(found, data_file(nodes[0], 2)).read_bytes() == lost
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options", "text"),
+    [
+        ("xyxy", {"node_copies": 2}, ""),
+        ("xxyy", {"node_copies": 2}, "on host x, host y"),
+        ("xxyz", {"node_copies": 2}, "on host x"),
+        ("xxyy", {"node_copies": 3}, ""),
+        ("xxxx", {"node_copies": 4}, "on host x"),
+        ("xxyy", {"parity": 2}, ""),
+        ("xyxy", {"parity": 2}, "on host x, host y"),
+        ("xyzx", {"parity": 4}, "on host x"),
+        ("xxxx", {"node_copies": 1}, ""),
+    ],
+)
+def test_directories_of_one_host_do_not_protect_each_other(nodes, monkeypatch, caplog, hosts, options, text):
+    where = {f"rank {rank}": host for rank, host in enumerate(hosts)}
+    monkeypatch.setattr(node_saves.socket, "gethostname", lambda: where[threading.current_thread().name])
+    monkeypatch.setattr(node_saves, "_warned", set())
+
+    def saving(paths, options):
+        def job(comm):
+            threading.current_thread().name = f"rank {comm.rank}"
+            save_state_dict(shards(comm.position, 4, 1), paths[comm.rank], comm, storage="per_node", **options)
+
+        SimulatedWorld(4).run(job)
+        return [each.getMessage() for each in caplog.records if "protect" in each.getMessage()]
+
+    found = [saving(nodes, options) for _ in range(2)][1]
+    assert len(found) == bool(text), found
+    if text:
+        assert f"does not survive the loss of a host: {text}, directories protect each other alone: " in found[0]
+        advised("saving/node_saves.py", "give all ranks of a host one directory, or run on more hosts", found[0])
+        caplog.clear()
+        assert not saving([nodes[hosts.index(host)] for host in hosts], {"node_copies": len({*hosts})})
 
 
 @pytest.mark.parametrize(
