@@ -10,11 +10,10 @@ Tested in tests/saving/test_nodes.py and tests/loading/test_cooperative.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +27,12 @@ from paddle_flexckpt.catalog import (
     group_replicas,
     validate_coverage,
 )
-from paddle_flexckpt.catalog.errors import StoppedExchangeError, listed
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.communication.rounds import HeldRows, Rounds, RowsReadAhead
 from paddle_flexckpt.loading.node_files import Found
 from paddle_flexckpt.loading.peers import Peers, plan_rank
+from paddle_flexckpt.loading.relay import Relay
 from paddle_flexckpt.media.backend import reading
 from paddle_flexckpt.planning.exchange_plan import ExchangePlan, ReadPlan
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
@@ -48,11 +48,9 @@ from paddle_flexckpt.planning.readers import (
 )
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.lost_ranks import own_host
-from paddle_flexckpt.ranks.transport import Transport, open_transport
 from paddle_flexckpt.transfer.announcing import announce_reads
-from paddle_flexckpt.transfer.copies import Storage, pack, unpack
+from paddle_flexckpt.transfer.copies import Storage
 from paddle_flexckpt.transfer.files import Files, reads_of
-from paddle_flexckpt.transfer.filling import Filling
 from paddle_flexckpt.transfer.options import LoadOptions
 from paddle_flexckpt.transfer.source import Task
 
@@ -131,6 +129,8 @@ class FilePeers(Peers):
         super().__init__(comm, context, offload=True)  # files are read into host memory
         self.files, self._options, self._found = files, options, found
         self.closing.callback(files.closing.close)
+        if found is not None:
+            self.relay = Relay(comm, self.closing)
 
     def open(self) -> dict[str, str]:
         """Open the checkpoint; return its description."""
@@ -157,40 +157,14 @@ class FilePeers(Peers):
         return f"{own_host()}:{os.path.realpath(self.path)}" if self._found is not None else ""
 
     @functools.cached_property
-    def _relay(self) -> Transport:
-        """Return the transport of what ranks forward to others of their node, after all else has arrived."""
-        transport = open_transport(self._comm)
-        self.closing.callback(transport.close)
-        return transport
-
-    @functools.cached_property
     def _address(self) -> bytes:
         own = self._transport.address()
-        return own if self._found is None else join((own, self._relay.address()))
+        return own if self.relay is None else join((own, self.relay.address()))
 
     def _set_addresses(self, addresses: Sequence[bytes]) -> None:
-        if self._found is not None:
-            addresses, self._relay_addresses = map(list, zip(*map(split, addresses)))
+        if self.relay is not None:
+            addresses, self.relay.addresses = map(list, zip(*map(split, addresses)))
         super()._set_addresses(addresses)
-
-    def _forward(self, plan: ExchangePlan, filling: Filling) -> None:
-        catalog, storage = filling.catalog, filling.storage
-        dtypes = [dtype_of(name).numpy for name in catalog.dtypes]
-        outgoing = {rank: pack(pieces, storage) for rank, pieces in plan.relays.items()}
-        incoming = {
-            rank: unpack(pieces, storage, lambda row: dtypes[catalog.dtype[row]])
-            for rank, pieces in plan.relayed.items()
-        }
-        self._relay.exchange(self._relay_addresses, outgoing, incoming)
-
-    def _refuse_forwarding(self, plan: ExchangePlan) -> None:
-        def refuse() -> Generator[np.ndarray]:
-            raise StoppedExchangeError("this rank has failed before it forwarded anything")
-            yield np.zeros(0, dtype=np.uint8)
-
-        with contextlib.suppress(Exception):  # its own, or that of another rank which has failed too
-            streams = ({rank: refuse() for rank in side} for side in (plan.relays, plan.relayed))
-            self._relay.exchange(self._relay_addresses, *streams)
 
     def describe(self) -> bytes:
         """Return the inputs of a plan: the shards, the length of a block, this rank's node, and what each rank sees."""

@@ -26,6 +26,7 @@ from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from paddle_flexckpt.communication.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.communication.group_communicators import device_group
 from paddle_flexckpt.communication.rounds import HeldRows, Rounds
+from paddle_flexckpt.loading.relay import Relay
 from paddle_flexckpt.memory.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.memory.replica_digests import Digests
 from paddle_flexckpt.memory.sources import refuse_shared_memory
@@ -67,9 +68,11 @@ class Peers(Source):
         catalog: One row per shard, with the rank that holds it.
         rows: The rows that an exchange reads its pieces from; known when it is planned.
         replicas: As of :class:`LoadReport`.
+        relay: What forwards pieces among the ranks of a node, if anything does.
     """
 
     rows: Catalog
+    relay: Relay | None = None
     replicas: Mapping[str, str] = {}
     path = "memory"
     between_ranks = True
@@ -202,6 +205,7 @@ class Peers(Source):
 
     def _fill(self, plan: ExchangePlan, filling: Filling) -> int:
         """Fill all rows except those that are computed; return the bytes that were copied within this rank's memory."""
+        relay = self.relay if plan.relays or plan.relayed else None
         try:
             if self._on_device is not None:
                 storage = functools.cache(self.storage)
@@ -212,20 +216,12 @@ class Peers(Source):
                 copied = self._exchange(plan, filling.storage)
             copy_pieces(plan.repeated, filling.storage, filling.storage)
         except BaseException:
-            if plan.relays or plan.relayed:
-                self._refuse_forwarding(plan)
+            if relay is not None:
+                relay.refuse(plan)
             raise
-        if plan.relays or plan.relayed:
-            self._forward(plan, filling)
+        if relay is not None:
+            relay.forward(plan, filling)
         return copied + plan.repeated_bytes
-
-    def _forward(self, plan: ExchangePlan, filling: Filling) -> None:
-        """Forward what others of this rank's node want too, and receive what they forward."""
-        raise NotImplementedError
-
-    def _refuse_forwarding(self, plan: ExchangePlan) -> None:
-        """End the wait of the others for what this rank, which has failed, would forward or receive."""
-        raise NotImplementedError
 
     def _exchange(self, plan: ExchangePlan, target: Storage) -> int:
         """Send and receive through host memory; return the bytes that were copied within this rank's memory."""
