@@ -125,7 +125,7 @@ class Manifest:
         """Return the nodes that have a data file; none where all ranks shared one directory."""
         return [node for node, files in self.nodes.items() if file in files]
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the data files by name."""
         return dict(zip(self.catalog.files, self.file_bytes.tolist()))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from paddle_flexckpt.catalog import CatalogBuilder
 from paddle_flexckpt.loading.file_peers import _by_rank
+from paddle_flexckpt.native import manifest as manifest_module
+from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.node_commit import NodeLayout
+from paddle_flexckpt.native.parity import stripe_of
+from paddle_flexckpt.native.save_names import SaveNames
 
 RANKS, PER_NODE = 16_384, 8
 
@@ -62,3 +69,18 @@ def test_places_of_many_ranks_take_a_few_steps_for_each():
     assert len({*node[:-1].tolist()}) == RANKS // PER_NODE and node[-1] == -1
     assert all(node[rank] == node[rank - rank % PER_NODE] for rank in range(RANKS))
     assert Comparisons.count <= 20 * RANKS
+
+
+def test_stripes_of_many_ranks_take_the_sizes_of_files_from_one_table(monkeypatch):
+    names = SaveNames(0, "0000002a" + "ab" * 12)
+    files = tuple(map(names.data_file, range(RANKS)))
+    catalog = replace(CatalogBuilder(0, files[0]).build(), files=files)
+    info = SaveInfo(names.token, 0, RANKS)
+    manifest = Manifest.of_save(info, catalog, (), dict.fromkeys(files, 100))
+    tables = []
+    monkeypatch.setattr(manifest_module, "zip", lambda *each: tables.append(each) or zip(*each), raising=False)
+    nodes = layout(parity=4)
+    stripes = [stripe_of(manifest, members) for members in nodes.stripes()]
+    assert sum(len(stripe.files) for stripe in stripes) == RANKS
+    assert {size for stripe in stripes for size in stripe.sizes} == {100}
+    assert len(tables) == 1
