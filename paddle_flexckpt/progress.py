@@ -60,11 +60,19 @@ class Meter:
     If the callback raises, the method that called it raises a CheckpointError, and the callback is not called again.
     """
 
-    def __init__(self, callback: ProgressCallback | None, phase: str, bytes_total: int, items_total: int = 0) -> None:
-        """Call the callback for the first time; None makes a meter that does nothing."""
+    def __init__(
+        self,
+        callback: ProgressCallback | None,
+        phase: str,
+        bytes_total: int,
+        items_total: int = 0,
+        bytes_done: int = 0,
+        items_done: int = 0,
+    ) -> None:
+        """Call the callback for the first time, with what is done already; None makes a meter that does nothing."""
         self._callback = callback
         self._phase, self._bytes_total, self._items_total = phase, bytes_total, items_total
-        self._bytes_done = self._items_done = self._last = 0
+        self._bytes_done, self._items_done, self._last = bytes_done, items_done, bytes_done
         self._step = max(1, min(bytes_total // STEPS, MOST_STEP_BYTES))
         self._lock = threading.RLock()
         if callback is not None:

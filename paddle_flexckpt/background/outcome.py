@@ -96,9 +96,8 @@ def commit_on_nodes(
     """
 
     def meter(phase: str, nbytes: int) -> Meter:
-        opened = Meter(progress, phase, job.data_bytes + nbytes, len(job.items))
-        opened.reach(job.data_bytes, len(job.items))
-        return opened
+        items, total = len(job.items), job.data_bytes + nbytes
+        return Meter(progress, phase, total, items, total if phase == "commit" else job.data_bytes, items)
 
     begin = time.perf_counter()
     outcome = Outcome(None)

@@ -141,7 +141,8 @@ def write_share(
         part = save.write(
             job.items, items, step=job.step, meter=Meter(progress, "write", job.data_bytes, len(job.items))
         )
-        Meter(progress, "commit", job.data_bytes, len(job.items)).finish()
+        done = job.data_bytes, len(job.items)
+        Meter(progress, "commit", *done, *done)
         return part
     except Exception as error:
         if waves is not None:

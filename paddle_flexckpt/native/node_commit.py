@@ -148,7 +148,7 @@ class NodeCommit:
         Args:
             manifest: The manifest of all nodes.
             warnings: Collects errors after the commit that do not harm the checkpoint; None raises them.
-            meter: Opens a meter of a phase in which this member writes so many bytes.
+            meter: Opens a meter of a phase, ``"write"`` or ``"commit"``, with the bytes that this member writes.
 
         Raises:
             CheckpointError: A node could not commit.
@@ -176,7 +176,7 @@ class NodeCommit:
             makings = [*self._copies(manifest), *self._parity(manifest)]
             made = sum(block.length for making in makings if making.maker == rank for block in making.blocks)
             exchange_files(self._comm, makings, directory.backend.open, context, open_meter("write", made))
-        open_meter("commit", made).finish()
+        open_meter("commit", made)
         self._is_removable = False
         try:
             self._on_nodes(prepare, context)
