@@ -47,6 +47,7 @@ OTHERS = {
     "invert": f"flexckpt invert --aoa '{AOA}'",
     "rules": "flexckpt rules llama --variant plain --direction to_hf",
     "patch": "flexckpt patch --list",
+    "receive": "flexckpt receive --help",
 }
 
 
@@ -119,6 +120,7 @@ def test_each_command_runs_by_the_script_as_the_readme_prints_it(places):
         "invert": "v^T -> w",
         "rules": "aoa_statements",
         "patch": "paddle-3.3.1",
+        "receive": "FLEXCKPT_RECEIVE_SECRET",
     }.items():
         assert words in outputs[command], f"{command}: {outputs[command]}"
     assert load_file(places / "out" / "model.safetensors")["w"].tobytes() == STATE["w"].tobytes()

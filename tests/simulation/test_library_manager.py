@@ -296,6 +296,7 @@ REFUSALS = (
     "No such file or directory: '/shared/run/step_00000004'",
     "has replaced the checkpoint meanwhile",
     "there is a checkpoint of step 4",
+    "which overwrite=False keeps",
     "there is no complete checkpoint",
     "has what KeepBest(count=1, metric='loss', mode='min') asks for",
     "has steps of another run, 4, above step 3",
