@@ -2,7 +2,9 @@
 
 Weights are loaded by the model's own loaders, so every slice, fusion and padding is the engine's. On CPUs vLLM packs
 linear weights and drops what they were packed from: they are loaded layer by layer, as vLLM reloads them, and read
-again by multiplying rows of the identity. Tested in tests/rollout/test_vllm.py, with vLLM.
+again by multiplying rows of the identity.
+
+Tested in tests/rollout/test_vllm.py.
 """
 
 from __future__ import annotations

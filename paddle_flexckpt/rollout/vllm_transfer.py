@@ -1,7 +1,8 @@
 """vLLM's weight-transfer engine ``flexckpt``, for engines of one worker.
 
 vLLM loses count of replies where one of several workers raises, and its weight-transfer engines answer only by raising.
-Tested in tests/rollout/test_vllm.py, with vLLM.
+
+Tested in tests/rollout/test_vllm.py.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ OTHERS = {
     "rules": "flexckpt rules llama --variant plain --direction to_hf",
     "patch": "flexckpt patch --list",
     "receive": "flexckpt receive --help",
+    "apply": "flexckpt apply --help",
 }
 
 
@@ -121,6 +122,7 @@ def test_each_command_runs_by_the_script_as_the_readme_prints_it(places):
         "rules": "aoa_statements",
         "patch": "paddle-3.3.1",
         "receive": "FLEXCKPT_RECEIVE_SECRET",
+        "apply": "ROOT",
     }.items():
         assert words in outputs[command], f"{command}: {outputs[command]}"
     assert load_file(places / "out" / "model.safetensors")["w"].tobytes() == STATE["w"].tobytes()

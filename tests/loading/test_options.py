@@ -42,6 +42,9 @@ STATEMENTS = {"aoa_statements": ["w -> w"]}
 VALUES = {
     "aoa_config": (None, STATEMENTS),
     "async_save": (False, True),
+    "axes": ({}, {"w": 0}),
+    "degree": (1, 2),
+    "gpu_ids": (None, [3]),
     "skip_postfix_list": ([], ["moment1_0"]),
     "slice_bytes": (None, 4096),
     "staging_bytes": (None, 64 << 20),
@@ -122,6 +125,9 @@ def call(name, tmp_path, comm, **options):
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
     if name == "publish":
         return fc.publish(shards(), tmp_path / "published", comm, **options)
+    if name == "publish_fastdeploy":
+        options = {"step": 1, "degree": 1, "axes": {}, **options}
+        return fc.publish_fastdeploy(shards(), tmp_path / "snapshot", process_group=comm, **options)
     if name == "merge_sharded_state_dict":
         return fc.merge_sharded_state_dict(tmp_path / "there", tmp_path / "merged", process_group=comm, **options)
     if name == "full_param":
