@@ -4,7 +4,7 @@ No job is run. `planning.layouts` describes what the ranks of a strategy have, a
 it, plan it, and write and read its manifest. Sizes and counts are those of real jobs; times are CPU times of this
 machine. Ranks are sampled where a job has more than ``--sample``.
 
-    python -m benchmarks.scaling                      # all tables of docs/scaling.md
+    python -m benchmarks.scaling                      # all tables of benchmarks/results/scaling.md
     python -m benchmarks.scaling --tables jobs plans --jobs dense-70b:tp=8,pp=8,dp=16 --json result.json
 """
 

@@ -29,7 +29,12 @@ _COMMANDS = {each.dest: each.help for each in _ACTION._choices_actions}
 ROOT = Path(__file__).resolve().parents[1]
 #: What documents link to, besides each other.
 COPIED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "docs", "patches", "examples")
-LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__init__.py")
+LINKED = (
+    "benchmarks/results/scaling.md",
+    "benchmarks/results/table.md",
+    "paddle_flexckpt/testing/cpu_world/__init__.py",
+    "tests/device/plugin/README.md",
+)
 #: Of a copy of the package; hidden, so that mkdocs does not publish it. mkdocs.yml names it too.
 CODE = ".code"
 #: Documents that have another place in the site.
@@ -76,7 +81,7 @@ META = {
             "docs/api/options.md",
             "docs/benchmarks.md",
             "docs/design.md",
-            "docs/scaling.md",
+            "benchmarks/results/scaling.md",
         ),
         "search: {exclude: true}",
     ),

@@ -46,7 +46,6 @@ NOT_RUN = {
     ("docs/rollout.md", "--worker-extension-cls"): "needs vLLM; tests/rollout/vllm_server.py starts it so",
     ("docs/rollout.md", "flexckpt receive"): "never ends; tests/rollout/test_receiver.py runs it",
     ("docs/rollout.md", "receiver="): "needs two machines; tests/rollout/test_channel.py pushes so to a receiver",
-    ("docs/scaling.md", "benchmarks.scaling"): "takes minutes; tests/test_benchmark_scaling.py runs less of it",
     ("docs/trainer.md", "--pipeline_parallel_degree 2 ..."): _TRAINER,
     ("docs/trainer.md", "flex_checkpoint.json"): "a listing; tests/trainer/test_directories.py has these names",
     ("docs/trainer-paddlefleet.md", "--nproc_per_node 8"): _TRAINER,
