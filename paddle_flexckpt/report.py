@@ -324,8 +324,7 @@ class PublishReport(Report):
         bytes_received: Bytes of tensors that this rank received from other ranks to write them.
         seconds: Wall time; ``total`` is all of it.
         version: The number of the version, of a :class:`WeightPublisher`; else None.
-        base_version: The version on which it is based, if it is a delta: ``keys`` then counts the tensors that have
-            changed, and the bytes are those of their frames.
+        base_version: That on which it is based, if it is a delta: keys and bytes are then of what has changed.
     """
 
     output: str

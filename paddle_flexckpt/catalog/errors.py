@@ -90,6 +90,17 @@ class NotDurableError(CheckpointError):
     """An error of a checkpoint that is in place but not durable: a loss of power may undo it."""
 
 
+class TakenError(CheckpointError):
+    """An error of a save whose directory another save is writing to."""
+
+    def __init__(self, path: str, by: object = None) -> None:
+        """Take the directory, and the other save's process, if it is known."""
+        who = "" if by is None else f" ({by})"
+        super().__init__(
+            f"another save is writing to {path}{who}. Remedy (FC403): wait until it has finished, or save elsewhere"
+        )
+
+
 class LostRankError(CheckpointError):
     """The loss of a rank (killed, crashed, cut off) while the others were waiting for it."""
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
+from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.media.file_names import check_member, check_not_elsewhere
 
 if TYPE_CHECKING:
@@ -148,17 +148,6 @@ class OutputFile(ABC):
         except BaseException:
             self.abort()
             raise
-
-
-class TakenError(CheckpointError):
-    """An error of a save whose directory another save is writing to."""
-
-    def __init__(self, path: str, by: object = None) -> None:
-        """Take the directory, and the other save's process, if it is known."""
-        who = "" if by is None else f" ({by})"
-        super().__init__(
-            f"another save is writing to {path}{who}. Remedy (FC403): wait until it has finished, or save elsewhere"
-        )
 
 
 class Lock:

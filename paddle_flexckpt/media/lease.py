@@ -25,8 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.errors import TakenError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.media.backend import Backend, Locks, SaveLock, TakenError, write_file
+from paddle_flexckpt.media.backend import Backend, Locks, SaveLock, write_file
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -13,8 +13,9 @@ import os
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog.errors import TakenError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.media.backend import Backend, Lock, SaveLock, TakenError
+from paddle_flexckpt.media.backend import Backend, Lock, SaveLock
 from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LeaseLocks
 

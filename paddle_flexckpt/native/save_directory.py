@@ -32,8 +32,8 @@ from paddle_flexckpt.catalog import (
     NotDurableError,
     ValidationError,
 )
-from paddle_flexckpt.catalog.errors import without_remedy
-from paddle_flexckpt.media.backend import Location, Lock, SaveLock, TakenError, publish, write_file
+from paddle_flexckpt.catalog.errors import TakenError, without_remedy
+from paddle_flexckpt.media.backend import Location, Lock, SaveLock, publish, write_file
 from paddle_flexckpt.media.opening import open_destination
 from paddle_flexckpt.native.cleaner import Cleaner
 from paddle_flexckpt.native.companion import Companion, CompanionFile
