@@ -266,5 +266,10 @@ class LiveModel(ModelState):
 
         One collective if there are replicas; errors as of :meth:`compare`.
         """
-        wait_for_devices(devices_of(self._peers.owned.values()))
+        self.read_again()
         return self.is_compared or self._peers.set_addresses([])
+
+    def read_again(self) -> None:
+        """Forget host copies of strided tensors, which have old values, and wait for devices."""
+        self._storage = functools.cache(self._peers.storage)
+        wait_for_devices(devices_of(self._peers.owned.values()))

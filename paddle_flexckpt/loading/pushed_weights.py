@@ -163,6 +163,7 @@ class PushedWeights:
 
     def parts(self) -> Iterator[Iterable[Part]]:
         """Yield this rank's parts, some at a time. Collective, even if a rank has none."""
+        self._live.read_again()
         yield self._parts_of_pieces()
         yield from self._computed()
 
@@ -208,13 +209,13 @@ class PushedWeights:
                         assign(values, read, row)
                     yield Part(self.file.names[row], part.target_base, part.extents, part.target_strides, values)
 
-    def _computed(self) -> Iterator[list[Part]]:
+    def _computed(self) -> Iterator[Iterable[Part]]:
         """Yield this rank's bands of what statements compute, batch by batch. Collective."""
         for step in range(self._steps):
             batch = self._batches[step] if step < len(self._batches) else []
             memory = WholeTensors(rank=self._comm.rank)
             self._live.fill(functools.partial(self._describe, memory, batch))
-            yield [self._band(memory, row, each) for row, each in enumerate(batch)]
+            yield map(functools.partial(self._band, memory), range(len(batch)), batch)
 
     def _describe(self, memory: WholeTensors, batch: list[TensorBox]) -> Targets:
         keys, infos = self._chosen.keys, self._chosen.infos

@@ -32,7 +32,7 @@ from paddle_flexckpt.rollout.engine_client import TIMEOUT_SECONDS, EngineClient,
 from paddle_flexckpt.rollout.push_reports import ComparedWeightsReport, PushReport
 from paddle_flexckpt.rollout.receiver import SECRET, RemoteSink
 from paddle_flexckpt.rollout.segment import DIRECTORY, LocalSink, SegmentDirectory, SegmentNames, Sink
-from paddle_flexckpt.rollout.switch import SwitchProcess
+from paddle_flexckpt.rollout.switch import SwitchProcess, key_of
 from paddle_flexckpt.transfer.agreement import check_calls, check_coordinator
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, StatementOptions, rule, same_on_all_ranks, takes
 
@@ -83,14 +83,15 @@ class WeightChannel:
         self._url, self._group = url, process_group
         self._options = ChannelOptions(kind=kind, **options)
         self._options.check()
-        self._channel = hashlib.sha256(url.encode()).hexdigest()[:12]
+        self._channel = hashlib.sha256(f"{os.getuid()} {url}".encode()).hexdigest()[:12]
         self._engine = EngineClient(url, self._options.timeout)
         self._directory = SegmentDirectory(self._options.directory)
         self._context = f"cannot push to {url}"
         self._weights: PushedWeights | None = None
         self._pending: PushHandle | None = None
         self._switch: SwitchProcess | None = None
-        self._version, self._pushed = "", 0
+        self._version, self._key, self._pushed = "", "", 0
+        self._is_here = self._leads_files = False
         # The coordinator's: where the engine is, the segment that it serves, and the one before if it is free.
         self._place = self._current = self._spare = ""
 
@@ -163,7 +164,7 @@ class WeightChannel:
         digest = hashlib.sha256(version.encode()).digest()[:VERSION_BYTES]
         if not self._leads:
             return state, Notice(unchanged, digest).encode()
-        states = self._engine.status()
+        states = self._engine.status(self._options.directory)
         place = str(states[0].get("place"))
         if any(each.get("place") != place for each in states):
             raise EngineError(f"{self._url}: the engine's ranks are on several machines, which is not supported")
@@ -274,6 +275,7 @@ class WeightChannel:
             raise
         done = json.loads(answers[self._options.coordinator_rank])
         self._version, self._pushed, weights = sent.version, self._pushed + 1, self._weights
+        self._key = key_of(sent.version, sent.names.file(sent.names.token))
         self._spare, self._current = self._current if done["released"] else "", sent.names.token
         if weights is None:
             raise RuntimeError("nothing was planned")
@@ -337,7 +339,10 @@ class WeightChannel:
         def compare() -> tuple[None, bytes]:
             if not self._leads:
                 return None, b""
-            wanted = {"version": self._version, "regions": [each for answer in answers for each in json.loads(answer)]}
+            wanted = {
+                "version": self._key,
+                "regions": [each for answer in answers for each in json.loads(answer)],
+            }
             results = self._engine.workers("flex_digests", json.dumps(wanted))
             refuse(self._url, "the weights were not compared", results)
             return None, json.dumps(results).encode()
@@ -348,7 +353,7 @@ class WeightChannel:
     def close(self) -> None:
         """Wait for a push under way, and release shared memory, but what the engine uses."""
         self._finish_pending()
-        if self._weights is not None:
+        if self._is_here:
             self._drop(SegmentNames(self._channel, "", "", (self._current,), 0, self._leads_files))
         self._weights, self._spare = None, ""
 

@@ -41,20 +41,25 @@ class EngineClient:
             raise EngineError(f"{self.url}: {method} has answered {results!r}: that is no answer of our extension")
         return results
 
-    def status(self) -> list[dict[str, Any]]:
-        """Return the state of all workers.
+    def status(self, *directory: str) -> list[dict[str, Any]]:
+        """Return the state of all workers; ``directory``: that of segments, for its identity.
 
         Raises:
             EngineError: The engine cannot be reached, or its workers have not our extension, or another version of it.
             EngineLostError: A worker demands that the engine be started again.
         """
-        states = self.workers("flex_status")
+        states = self.workers("flex_status", *directory)
         refuse(self.url, "flex_status", states)
         protocols = sorted({str(each.get("protocol")) for each in states})
         if protocols != [str(PROTOCOL)]:
             raise EngineError(
                 f"{self.url}: the engine's extension has protocol {', '.join(protocols)}, and this library {PROTOCOL}. "
                 "Remedy (FC952): install the same version of paddle_flexckpt in both environments"
+            )
+        if any(each.get("data_parallel_size", 1) != 1 for each in states):
+            raise EngineError(
+                f"{self.url}: the server has several data-parallel engines, and passes on the answers of the first "
+                "alone. Remedy (FC952): start a server for each, with a channel of its own"
             )
         if any(each.get("needs_restart") for each in states):
             raise lost(self.url, "an earlier update could neither be finished nor undone")

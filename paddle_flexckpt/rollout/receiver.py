@@ -34,8 +34,12 @@ PORT = 29555
 SECRET = "FLEXCKPT_RECEIVE_SECRET"
 # The most axes of a region, and the most bytes of a frame.
 MAX_AXES, MAX_FRAME = 64, 64 << 20
-# A sender that sends nothing for so long, or a receiver that takes nothing, counts as dead.
-SILENCE_SECONDS = 60.0
+# A sender has to introduce itself within so long; then it may wait for other ranks.
+GREETING_SECONDS = 60.0
+# A receiver that takes or says nothing for so long counts as dead.
+SILENCE_SECONDS = 600.0
+# A host that went down sends nothing: the kernel asks it.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 _LENGTH = struct.Struct("<I")
 # Size of an element (0: the end), number of axes, first byte, digest of the bytes.
 _FRAME = struct.Struct("<BBQ16s")
@@ -208,9 +212,13 @@ class Receiver:
         self._server.server_close()
 
     def _serve(self, connection: socket.socket) -> None:
-        connection.settimeout(SILENCE_SECONDS)
+        connection.settimeout(GREETING_SECONDS)
         try:
             memory = self._open(connection)
+            connection.settimeout(None)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             written = _receive(connection, memory)
             _send_text(connection, {"written": written})
         except (EOFError, ConnectionError, TimeoutError):

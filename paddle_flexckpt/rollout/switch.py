@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,11 @@ from typing import Any
 from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.rollout.engine_client import EngineClient, failures, lost, refuse
+
+# How the engine calls the weights that it was started with.
+BASE_LABEL = "default"
+# The most attempts to have a version accepted, which is being served.
+ACCEPTS = 3
 
 
 def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
@@ -38,19 +44,21 @@ def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
         EngineError: The engine serves the version it had.
         EngineLostError: It has to be started again; it is paused.
     """
-    begin, released = time.perf_counter(), False
+    begin, released, key = time.perf_counter(), False, key_of(version, path)
     _undo_halves(engine)
-    staged = engine.workers("flex_stage", version, path)
+    staged = engine.workers("flex_stage", key, path)
     if failures(staged):
         with contextlib.suppress(EngineError):
             engine.workers("flex_discard")
-    remedy = "give names, shapes and dtypes of the engine's checkpoint by statements (aoa_config=), and push again"
+    remedy = "see the engine's log, and push again"
+    if "does not fit" in failures(staged):
+        remedy = "give names, shapes and dtypes of the engine's checkpoint by statements (aoa_config=), and push again"
     refuse(engine.url, f"version {version} was not staged", staged, remedy)
     paused = time.perf_counter()
-    engine.pause()
     try:
+        engine.pause()
         try:
-            refuse(engine.url, f"version {version} was not loaded", engine.workers("flex_commit", version))
+            refuse(engine.url, f"version {version} was not loaded", engine.workers("flex_commit", key))
             engine.set_version(version)
         except EngineError as error:
             _roll_back(engine, error)
@@ -62,8 +70,12 @@ def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
             engine.resume()
         raise
     # The version is served from here on; ranks that do not answer keep the memory of the one before.
-    with contextlib.suppress(EngineError):
-        released = all(each["ok"] and each.get("released") is True for each in engine.workers("flex_accept", version))
+    for attempt in range(ACCEPTS):
+        with contextlib.suppress(EngineError):
+            answers = engine.workers("flex_accept", key)
+            # A second answer does not say what the first one, which was lost, would have said.
+            released = attempt == 0 and all(each["ok"] and each.get("released") is True for each in answers)
+            break
     try:
         engine.resume()
     except EngineError as error:
@@ -75,31 +87,46 @@ def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
     return {"released": released, "seconds": seconds}
 
 
+def key_of(version: str, path: str) -> str:
+    """Return the name of a version among workers: pushes of one version's name are of several segments."""
+    return f"{version}@{os.path.basename(path)}"
+
+
 def _undo_halves(engine: EngineClient) -> None:
     """Finish or undo what a dead switch has left: a version on some ranks, or one that was not accepted, or a pause."""
     states = engine.status()
     versions = {str(each.get("version")) for each in states}
     accepted = {str(each.get("accepted")) for each in states}
     if versions != accepted or len(versions) > 1:
+        # Some ranks have accepted it already, or the engine serves it: then its cache is of this version, too.
+        is_served = len(versions) == 1 and (versions < accepted or not engine.is_paused())
         engine.pause()
-        if len(versions) == 1 and versions < accepted:  # some ranks had accepted it already
+        if is_served:
             engine.workers("flex_accept", *versions)
+            _check_agreed(engine)
         else:
             _roll_back(engine, EngineError("an earlier switch was cut off"))
-        if len({(each.get("version"), each.get("accepted")) for each in engine.status()}) > 1:
-            raise lost(engine.url, "its ranks have different versions")
     if engine.is_paused():
         engine.resume()
 
 
 def _roll_back(engine: EngineClient, error: EngineError) -> None:
-    """Have all ranks return to the version before; raise EngineLostError if one cannot."""
+    """Have all ranks return to the version accepted last; raise EngineLostError if one cannot."""
     try:
-        failed = failures(engine.workers("flex_rollback"))
+        refuse(engine.url, "flex_rollback", engine.workers("flex_rollback"))
+        name, _, segment = _check_agreed(engine).partition("@")
+        engine.set_version(name if segment else BASE_LABEL)
     except EngineError as second:
-        failed = str(second)
-    if failed:
-        raise lost(engine.url, f"{without_remedy(error)}; and it could not be undone: {failed}") from error
+        text = f"{without_remedy(error)}; and it could not be undone: {without_remedy(second)}"
+        raise lost(engine.url, text) from error
+
+
+def _check_agreed(engine: EngineClient) -> str:
+    """Return the one version that all ranks hold and have accepted; raise EngineLostError if they differ."""
+    held = {str(each.get(name)) for each in engine.status() for name in ("version", "accepted")}
+    if len(held) > 1:
+        raise lost(engine.url, "its ranks have different versions")
+    return held.pop()
 
 
 # Signals to the job's process group do not stop it; it is not started by -m, as the job may have changed its path.

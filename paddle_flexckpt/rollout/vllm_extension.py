@@ -48,7 +48,15 @@ def _method(name: str) -> Callable[..., dict[str, Any]]:
 class FlexExtension:
     """The methods of a worker that ``/collective_rpc`` calls, as :class:`EngineWorker` describes them."""
 
-    flex_status = _method("status")
+    flex_worker_status = _method("status")
+
+    def flex_status(self: Any, *arguments: str) -> dict[str, Any]:
+        """Return the worker's status, and how many engines the server has: it passes on the answers of the first."""
+        return {
+            **self.flex_worker_status(*arguments),
+            "data_parallel_size": self.vllm_config.parallel_config.data_parallel_size,
+        }
+
     flex_stage = _method("stage")
     flex_commit = _method("commit")
     flex_rollback = _method("rollback")

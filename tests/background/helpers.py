@@ -147,6 +147,14 @@ def await_end(pidfd: int) -> None:
         os.close(pidfd)
 
 
+def too_large(path: object, size: str) -> str:
+    """The text of an error about a limit on files; ``size``: that of the whole file."""
+    return (
+        f"[Errno 27] File too large: {path} has {size}. Remedy (FC402): raise the limit on the size of a file "
+        "(`ulimit -f`), and call again"
+    )
+
+
 def limit_file_size(writer: BackgroundWriter, nbytes: int) -> None:
     """From now on the writer's files cannot be larger: each further byte is an error, as on a full disk."""
     assert writer.pid is not None

@@ -40,6 +40,8 @@ _TIMEOUT_SECONDS = 30.0
 class InlineWriter(BackgroundWriter):
     """Stand for a background writer without a process: a save is carried out when it is handed over."""
 
+    max_pending = 1
+
     def __init__(self, comm: JobCommunicator) -> None:
         """Args: comm: the rank that it serves."""
         self._comm = comm

@@ -74,6 +74,28 @@ def test_pushes_of_a_model_whose_values_change(stub):
     channel.close()
 
 
+def test_strided_tensors_are_read_again_at_each_push(stub):
+    """A strided host tensor is copied to be read; the copy of one push must not serve the next."""
+    channel, base = fc.WeightChannel(stub.url), {name: value.T.copy() for name, value in weights(1).items()}
+    model = {name: value.T for name, value in base.items()}
+    for seed in (1, 2):
+        for name, value in weights(seed).items():
+            base[name][:] = value.T
+        channel.push(model)
+        assert stub.holds(weights(seed))
+    for name, value in weights(3).items():
+        base[name][:] = value.T
+    assert not channel.verify(model).is_equal
+
+
+def test_another_directory(stub, tmp_path):
+    report = fc.WeightChannel(stub.url, directory=str(tmp_path)).push(tensors(1))
+    assert stub.holds(weights(1))
+    assert report.planned
+    assert [name for name in os.listdir(tmp_path) if name.startswith("flexckpt-")]
+    assert segments(stub.url) == []
+
+
 def test_a_second_push_plans_nothing_and_agrees_in_64_bytes(stub, monkeypatch):
     channel, model = fc.WeightChannel(stub.url), tensors(1)
     channel.push(model)

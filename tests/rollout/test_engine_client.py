@@ -6,6 +6,7 @@ import pytest
 
 from paddle_flexckpt.catalog import EngineError, EngineLostError
 from paddle_flexckpt.rollout.engine_client import EngineClient
+from paddle_flexckpt.rollout.engine_worker import EngineWorker
 from tests.rollout.numpy_engine import model_directory, weights
 from tests.rollout.stub_engine import StubEngine
 
@@ -51,6 +52,13 @@ def test_an_answer_of_something_else_is_no_answer(stub, monkeypatch, answer):
 def test_another_version_of_the_extension(stub, monkeypatch):
     monkeypatch.setattr("paddle_flexckpt.rollout.engine_worker.PROTOCOL", 7)
     with pytest.raises(EngineError, match=r"has protocol 7, and this library 1.*install the same version"):
+        EngineClient(stub.url).status()
+
+
+def test_data_parallel_engines_are_refused(stub, monkeypatch):
+    status = EngineWorker.status
+    monkeypatch.setattr(EngineWorker, "status", lambda self, *d: {**status(self, *d), "data_parallel_size": 2})
+    with pytest.raises(EngineError, match=r"several data-parallel engines.*FC952\): start a server for each"):
         EngineClient(stub.url).status()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -86,6 +87,14 @@ def test_changed_bytes_are_refused(receiver):
     sink._connection.sendall(head + b"1234")
     with pytest.raises(CheckpointError, match="bytes changed on their way"):
         sink.finish()
+
+
+def test_a_sender_that_waits_for_others_is_not_cut_off(receiver, monkeypatch):
+    monkeypatch.setattr(module, "GREETING_SECONDS", 0.2)
+    sink = RemoteSink(receiver.address, b"s", FIRST)
+    assert select.select([sink._connection], [], [], 1.0)[0] == [], "the receiver has closed it"
+    sink.write(bytes_region(0, 4), np.ones(4, np.uint8))
+    sink.finish()
 
 
 def test_a_sender_that_dies_ends_its_own_connection_alone(receiver):

@@ -97,9 +97,7 @@ def test_a_rank_that_cannot_load_takes_all_back(stub, tmp_path, rank, tensors):
 def test_a_roll_back_that_fails_leaves_the_engine_paused(stub, tmp_path, rank):
     client = EngineClient(stub.url)
     stub.engines[rank].failing_loads = [1, 0]
-    with pytest.raises(
-        EngineLostError, match=r"could not be undone: engine rank \d: .*Remedy \(FC953\): start the engine"
-    ):
+    with pytest.raises(EngineLostError, match=r"could not be undone: .*engine rank \d: .*FC953\): start the engine"):
         switch(client, "1", path(tmp_path, 1))
     assert stub.paused == "keep"
     with pytest.raises(EngineLostError, match="FC953"):
@@ -107,6 +105,52 @@ def test_a_roll_back_that_fails_leaves_the_engine_paused(stub, tmp_path, rank):
     stub.restart()
     switch(client, "3", path(tmp_path, 3))
     assert stub.holds(weights(3))
+
+
+def test_a_version_that_is_served_stays_though_nobody_could_accept_it(stub, tmp_path):
+    client = EngineClient(stub.url)
+    switch(client, "1", path(tmp_path, 1))
+    stub.faults["flex_accept"] = [500] * 3
+    assert not switch(client, "2", path(tmp_path, 2))["released"]
+    with pytest.raises(EngineError, match="was not staged"):
+        switch(client, "3", str(tmp_path / "nothing"))
+    assert stub.holds(weights(2))
+    assert (stub.paused, stub.weight_version) == (None, "2")
+    assert {each["accepted"] for each in client.status()} == {"2@2.safetensors"}
+
+
+def test_the_label_and_the_cache_go_back_with_the_weights(stub, tmp_path):
+    client = EngineClient(stub.url)
+    for version in ("1", "2"):
+        stub.faults["/update_weight_version"] = ["drop after"]
+        with pytest.raises(EngineError):
+            switch(client, version, path(tmp_path, int(version)))
+        before = int(version) - 1
+        assert stub.holds(weights(before))
+        assert stub.weight_version == (str(before) if before else "default")
+        assert stub.calls[-4:-1] == ["flex_status", "/reset_prefix_cache", "/update_weight_version"]
+        switch(client, version, path(tmp_path, int(version)))
+
+
+def test_a_pause_whose_answer_is_lost_ends(stub, tmp_path):
+    stub.faults["/pause"] = ["drop after"]
+    with pytest.raises(EngineError):
+        switch(EngineClient(stub.url), "1", path(tmp_path, 1))
+    assert stub.paused is None
+
+
+def test_versions_of_one_name_are_told_apart(stub, tmp_path):
+    """A trainer that was started again counts from 1 again."""
+    client = EngineClient(stub.url)
+    switch(client, "1", path(tmp_path, 1))
+    client.workers("flex_stage", "1@2.safetensors", path(tmp_path, 2))
+    client.pause()
+    stub.engines[1].failing_loads = [2]
+    client.workers("flex_commit", "1@2.safetensors")
+    with pytest.raises(EngineError, match="was not staged"):
+        switch(client, "1", str(tmp_path / "nothing"))
+    assert stub.holds(weights(1))
+    assert stub.paused is None
 
 
 def test_what_does_not_fit_is_refused_while_the_engine_serves(stub, tmp_path):
@@ -132,7 +176,9 @@ def test_a_switch_that_dies_is_finished_or_undone_by_the_next(stub, tmp_path, ca
     assert stub.holds(weights(3))
     assert stub.paused is None
     states = EngineClient(stub.url).status()
-    assert {(each["version"], each["accepted"], each["staged"]) for each in states} == {("3", "3", None)}
+    assert {(each["version"], each["accepted"], each["staged"]) for each in states} == {
+        ("3@3.safetensors", "3@3.safetensors", None)
+    }
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
