@@ -19,7 +19,8 @@ def add_command(commands: Any) -> None:
         help="bring a local copy of a model to a version of its weights",
         description="Brings a local copy of a model to a version that fc.WeightPublisher, slime or miles has "
         "published: from the version that it has, by deltas, or from a full version. New files are complete before "
-        "they replace old ones, so an interrupted call costs nothing. Files other than weights are left as they are.",
+        "they replace old ones, so an interrupted call costs nothing. Other files than weights are copied "
+        "where the copy has none.",
         epilog="example: flexckpt apply /shared/weights /local/model --version 12",
     )
     parser.add_argument("root", metavar="ROOT", help="directory or URL of the versions (weight_v000001, ...)")

@@ -2,8 +2,8 @@
 
 FastDeploy has called such a module in three ways, each with classes of its own, which are here. ``directory`` has the
 versions by step, ``{directory}/{step}``: snapshots of ``publish_fastdeploy`` for the first two, and models of
-``publish`` for the third one. A version is checked before its first tensor is yielded. Read from FastDeploy's sources,
-and not run with it.
+``publish`` for the third one. Sizes and headers are checked before the first tensor is yielded. Read from FastDeploy's
+sources, and not run with it.
 
 Tested in tests/loading/test_checkpoint_transfer.py.
 """

@@ -88,14 +88,14 @@ def version_directory(directory: str, step: object) -> str:
 
 
 def open_snapshot(directory: str, step: object, rank: int, ranks: int | None, verify: bool) -> MappedTensors:
-    """Map the tensors of a rank of the engine; all is checked.
+    """Map the tensors of a rank of the engine. Sizes and headers of its files are checked.
 
     Args:
         directory: The directory of all versions, by step.
         step: The version.
         rank: The engine's rank.
         ranks: The engine's ranks; None: not known.
-        verify: Whether the files' digests are compared.
+        verify: Whether the files' digests are compared, too.
 
     Raises:
         ValidationError: There is no such version, or it is not for such an engine.

@@ -88,7 +88,8 @@ def apply_version(
 
     Args:
         root: The directory of the versions: a path, a URL, or what ``open_storage`` gives.
-        local: The copy's directory, made if it is not there. Only its weights are replaced and removed.
+        local: The copy's directory, made if it is not there. Only its weights are replaced and removed; other
+            files are copied where it has none of their name.
         version: The version; None: the newest.
         base: The directory of version 0, the model with which the engines have started, if deltas are based on it.
         full: Whether to begin with a full version, whatever the copy has.
@@ -146,7 +147,9 @@ class _LocalCopy:
     def __init__(self, path: str, full: bool) -> None:
         self.path, self._files = os.path.abspath(path), LocalBackend(path, lock=False)
         self._sync, self._next = self._files.child(SYNC), self._files.child(SYNC).child(NEXT)
-        if not full and not os.path.isdir(self._sync.path) and any(n.endswith(_WEIGHTS) for n in self._files.names()):
+        # In this order: a call beside this one writes a record before it renames the first file.
+        has_weights = any(name.endswith(_WEIGHTS) for name in self._files.names())
+        if not full and has_weights and not {STATE, RECORD} & {*self._sync.names()}:
             raise ValidationError(
                 f"{self.path} has a model that is no copy of versions of weights. Remedy (FC405): give another "
                 "directory, or --full to replace its weights"
@@ -171,8 +174,8 @@ class _LocalCopy:
             return {}
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptCheckpointError(
-                f"{self._sync.where(name)} is no record of a version: {error}. Remedy (FC305): remove it; a full "
-                "version is copied then"
+                f"{self._sync.where(name)} is no record of a version: {error}. Remedy (FC305): remove it, and give "
+                "--full"
             ) from error
 
     def applied(self, source: Backend, version: int) -> int | None:
@@ -193,7 +196,8 @@ class _LocalCopy:
                 raise broken(source, version, f"{self.path} is not whole: {without_remedy(error)}") from None
         resolved = ResolvedWeights(source, chain)
         there = resolved.names()
-        files = [name for name in there if seeds or resolved.touched(name)]
+        own = {name for name in self._files.names() if not name.endswith(_WEIGHTS)}
+        files = [name for name in there if resolved.touched(name) or (seeds and name not in own)]
         stale = [name for name in self._files.names() if name.endswith(_WEIGHTS) and name not in there]
         self._next.make_directory()
         for name in files:

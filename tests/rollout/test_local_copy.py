@@ -120,6 +120,30 @@ def test_a_model_that_is_no_copy_is_left_alone(tmp_path, stream):
         assert reference.tensors_of(place) == history[COUNT]
 
 
+def test_a_call_that_failed_does_not_make_a_model_a_copy(tmp_path, stream):
+    local = tmp_path / "local"
+    shutil.copytree(stream[0] / "weight_v000001", local)
+    before = {path.name: path.read_bytes() for path in local.iterdir()}
+    with pytest.raises(ValidationError, match="has no version of weights"):
+        apply_version(tmp_path / "none", local, full=True)
+    with pytest.raises(ValidationError, match="is no copy of versions of weights"):
+        apply_version(stream[0], local)
+    assert {path.name: path.read_bytes() for path in local.iterdir() if path.is_file()} == before
+
+
+def test_other_files_than_weights_are_copied_where_there_are_none(tmp_path):
+    for layers in (1, 2):
+        publish(tmp_path / "v", first(), full=True, config={"layers": layers})
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.json").write_text('{"layers": 9}')
+    for local, layers in ((mine, 9), (tmp_path / "new", 1)):
+        for number, base in ((1, None), (2, None), (0, tmp_path / "v" / "weight_v000002")):
+            report = apply_version(tmp_path / "v", local, number, base=base)
+            assert json.loads((local / "config.json").read_text()) == {"layers": layers}
+            assert ("config.json" in report.files) == (local != mine and number == 1)
+
+
 def test_a_version_of_the_same_number_of_another_run_is_no_base(tmp_path):
     """Deltas of it touch other tensors than those that differ, so that no checksum would tell."""
     values = first()
@@ -171,10 +195,10 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path, stream, text):
     apply_version(root, tmp_path, 4)
     record = tmp_path / ".weight_sync" / "state.json"
     record.write_text(text)
-    with provoked("rollout/local_copy.py", "remove it; a full version is copied then", CorruptCheckpointError):
+    with provoked("rollout/local_copy.py", "remove it, and give --full", CorruptCheckpointError):
         apply_version(root, tmp_path, 5)
     record.unlink()
-    apply_version(root, tmp_path, 5)
+    apply_version(root, tmp_path, 5, full=True)
     assert reference.tensors_of(tmp_path) == history[5]
 
 
