@@ -27,7 +27,6 @@ from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.foreign.resolved_weights import ResolvedWeights
 from paddle_flexckpt.foreign.weight_versions import (
     WeightVersion,
-    broken,
     list_versions,
     read_chain,
     read_whole,
@@ -169,7 +168,9 @@ class _LocalCopy:
     def _read(self, name: str) -> dict[str, Any]:
         try:
             found = json.loads(self._sync.read(name))
-            return found if found["version"] == _UNFINISHED else {**found, "version": int(found["version"])}
+            version = found["version"]
+            found["weights"] = dict(found.get("weights", {}))
+            return found if version == _UNFINISHED else {**found, "version": int(version)}
         except FileNotFoundError:
             return {}
         except (ValueError, TypeError, KeyError) as error:
@@ -179,21 +180,45 @@ class _LocalCopy:
             ) from error
 
     def applied(self, source: Backend, version: int) -> int | None:
-        """Return the version that the copy has; None if it cannot be used for this one."""
+        """Return the version that the copy has; None if it cannot be used for this one.
+
+        Raises:
+            CorruptCheckpointError: The copy's files are not as they were.
+        """
         state = self._read(STATE)
         number, mark = state.get("version"), state.get("mark")
         if number in (None, _UNFINISHED) or number > version:
             return None
-        return None if mark and _mark_of(source, state.get("full", 0), number) not in (mark, "") else int(number)
+        if mark and _mark_of(source, state.get("full", 0), number) not in (mark, ""):
+            return None
+        self._check(number, state["weights"])
+        return int(number)
+
+    def _check(self, number: int, expected: dict[str, Any]) -> None:
+        there, why = self._weights(), ""
+        for name in sorted(name for name in expected if there.get(name) != expected[name]):
+            got = there.get(name, "no file")
+            why = why or f"{name}: size and time of change are {got}; expected {expected[name]}"
+        try:
+            read_whole(self._files)
+        except CorruptCheckpointError as error:
+            why = why or without_remedy(error)
+        if why:
+            raise CorruptCheckpointError(
+                f"{self.path} is not version {number} any more: {why}. Remedy (FC308): give --full, which replaces its "
+                "weights"
+            )
+
+    def _weights(self) -> dict[str, list[int]]:
+        """Return size and time of change of the files of its weights."""
+        found = {name: os.stat(self._files.where(name)) for name in self._files.names() if name.endswith(_WEIGHTS)}
+        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
 
     def take(self, source: Backend, chain: Sequence[WeightVersion]) -> list[str]:
         """Write all files that change, and record that they are complete; return their names."""
         seeds, version = chain[0].base is None, chain[-1].number
         if not seeds:
-            try:
-                chain = [WeightVersion(0, self._files, read_whole(self._files)), *chain]
-            except CorruptCheckpointError as error:
-                raise broken(source, version, f"{self.path} is not whole: {without_remedy(error)}") from None
+            chain = [WeightVersion(0, self._files, read_whole(self._files)), *chain]
         resolved = ResolvedWeights(source, chain)
         there = resolved.names()
         own = {name for name in self._files.names() if not name.endswith(_WEIGHTS)}
@@ -239,7 +264,7 @@ class _LocalCopy:
                 self._files.remove(name)
             self._files.sync()
             found = {"version": f"{record['version']:06d}", "full": record["full"], "mark": record["mark"]}
-            publish(self._sync, STATE, json.dumps(found).encode())
+            publish(self._sync, STATE, json.dumps({**found, "weights": self._weights()}).encode())
         for name in self._sync.names():
             if name not in (LOCK, STATE):
                 self._sync.remove(name)

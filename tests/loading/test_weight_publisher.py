@@ -291,5 +291,6 @@ def test_versions_on_an_object_store(tmp_path):
         "full",
         "mark",
         "version",
+        "weights",
     ]
     assert open_storage(url).names("directories") == ["weight_v000004", "weight_v000005"]

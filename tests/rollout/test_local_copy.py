@@ -169,7 +169,9 @@ def test_a_copy_that_was_changed_is_an_error_and_the_remedy_helps(tmp_path):
     places, _, data = reference.read_file(path)
     changed = bytearray(data)
     changed[places["m.a"][0]] ^= 1
+    written = path.stat().st_mtime_ns
     path.write_bytes(changed)
+    os.utime(path, ns=(written, written))
     with provoked("foreign/weight_versions.py", "take the full version weight_v", CorruptCheckpointError) as raised:
         apply_version(tmp_path / "v", local, 2)
     assert "take the full version weight_v000001 (`flexckpt apply` with --version 1 --full)" in str(raised.value)
@@ -181,12 +183,29 @@ def test_a_copy_that_was_changed_is_an_error_and_the_remedy_helps(tmp_path):
     assert reference.tensors_of(local) == bytes_of({**values, "m.a": values["m.a"] + 1})
 
 
-def test_a_copy_without_a_file_is_an_error(tmp_path, stream):
-    root, _history = stream
+def shorten(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [os.remove, shorten, lambda path: path.write_bytes(path.read_bytes())])
+@pytest.mark.parametrize("number", [4, 5])
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_files_of_a_copy_that_were_changed_are_an_error(tmp_path, stream, damage, number, is_recorded):
+    """Where another receiver has made the record, which has no sizes and times, the files have to be whole."""
+    root, history = stream
     apply_version(root, tmp_path, 4)
-    next(tmp_path.glob("*.safetensors")).unlink()
-    with pytest.raises(CorruptCheckpointError, match=r"weight_v000005 cannot be used: .* is not whole.*--version 1 "):
-        apply_version(root, tmp_path, 5)
+    if not is_recorded:
+        (tmp_path / ".weight_sync" / "state.json").write_text('{"version": "000004"}')
+    damage(next(tmp_path.glob("*.safetensors")))
+    if is_recorded or damage in (os.remove, shorten):
+        with provoked(
+            "rollout/local_copy.py", "give --full, which replaces its weights", CorruptCheckpointError
+        ) as raised:
+            apply_version(root, tmp_path, number)
+        assert f"{tmp_path} is not version 4 any more: " in str(raised.value)
+        apply_version(root, tmp_path, number, full=True)
+    assert apply_version(root, tmp_path, number).version == number
+    assert reference.tensors_of(tmp_path) == history[number]
 
 
 @pytest.mark.parametrize("text", ["{", '{"version": "x"}', "[]", '{"other": 1}'])
