@@ -79,7 +79,8 @@ class MemorySteps:
         self._acts, self._is_used, self._nodes = False, False, 0
         self._above = ""  # a warning for the first save after a restore
         self._noted: str | None = None  # the run that the anchor has been written for
-        # The step that the run continues, and what this manager had saved to the root last before it was restored.
+        # The step that the run continues, until a later one is whole here, and what this manager had saved to the root
+        # last before it was restored.
         self._restored: int | None = None
         self._last_before: int | None = None
         self._told: set[str] = set()  # the warnings that were logged
@@ -302,6 +303,7 @@ class MemorySteps:
         finally:
             whole = sorted(self.pending.drain_reports())
             for step in whole:  # those above it are of before the run went back
+                self._restored = None
                 self._kept = [*(each for each in self._kept if each < step), step][-self._tier.keep :]
         if whole:
             self._remove(f"step {whole[-1]} is whole in memory, but what need not be kept there could not be removed")
@@ -310,12 +312,15 @@ class MemorySteps:
         """Remove what earlier starts and failed saves have left: a save needs its room.
 
         The newest ``keep`` steps stay, the whole ones first: the others may be whole again when a node comes back.
+        Those above the one that the run continues count as older: it has left them.
         """
         is_whole: dict[int, bool] = {}
-        for step in self._listed(context):
+        last = self._restored
+        steps = sorted(self._listed(context), key=lambda step: (last is not None and step > last, -step))
+        for step in steps:
             if sum(is_whole.values()) < self._tier.keep:
                 is_whole[step] = self._is_whole(step, context)
-        self._kept = sorted(sorted(is_whole, key=lambda step: (not is_whole[step], -step))[: self._tier.keep])
+        self._kept = sorted(sorted(is_whole, key=lambda step: not is_whole[step])[: self._tier.keep])
         self._remove(f"{context}: what need not be kept in memory could not be removed")
         self._is_tidy = True
 

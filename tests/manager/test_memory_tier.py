@@ -592,6 +592,42 @@ def test_the_newest_whole_step_stays(nodes, before_saves):
     assert nodes.steps(0) == nodes.steps(1) == ["a/04"]
 
 
+def test_the_step_that_the_run_goes_back_to_stays_until_a_save_is_whole(nodes, before_saves):
+    """Newer steps go before it, and it is as good as another once a save after it is whole."""
+    one_of(nodes.run(TWO, train(7), tier={"keep": 3}))
+
+    def go_back(manager, comm):
+        report = manager.restore(4, state=shards(comm, 0))
+        saved = train(6, 5)(manager, comm)
+        return report.step, report.tier, saved
+
+    before_saves.clear()
+    assert one_of(nodes.run(TWO, go_back)) == (4, "memory", [6])
+    assert before_saves == [["a/04"]]
+    assert nodes.steps(0) == nodes.steps(1) == ["a/06"]
+
+
+def test_a_step_that_the_run_went_back_to_does_not_outlive_later_ones(nodes, before_saves):
+    """The save after these fails, so what is here is looked at again."""
+    one_of(nodes.run(TWO, train(3)))
+
+    def job(manager, comm):
+        manager.restore(2, state=shards(comm, 0))
+        manager.should_save(4)
+        manager.save(4, state=shards(comm, 4), rng=False, blocking=True)
+        manager.should_save(6)
+        broken = shards(comm, 6)
+        broken["w"].local_shape = (1, 1)
+        with pytest.raises(fc.ValidationError):
+            manager.save(6, state=broken, rng=False)
+        manager.save(6, state=shards(comm, 6), rng=False)
+        manager.__exit__(InterruptedError, None, None)
+
+    before_saves.clear()
+    one_of(nodes.run(TWO, job, tier={"keep": 1}))
+    assert before_saves == [["a/02"], ["a/04"], ["a/04"]]
+
+
 def test_a_step_that_may_be_whole_again_stays_if_there_is_room(nodes, before_saves):
     """A node is away that has a part of it."""
     one_of(nodes.run(TWO, train(11), tier={"copies": 1}))
