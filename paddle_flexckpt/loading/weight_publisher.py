@@ -32,12 +32,15 @@ from paddle_flexckpt.media.opening import open_destination, shown
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import PublishReport
+from paddle_flexckpt.tools.tensor_files import TensorFile, tensor_file
 from paddle_flexckpt.transfer.agreement import check_coordinator, check_same
 from paddle_flexckpt.transfer.options import GROUP, rule, takes
 
 logger = logging.getLogger("paddle_flexckpt")
 
 _CALL = "WeightPublisher.publish"
+# Of a random text in the metadata of each version, by which receivers tell it from one of another run.
+ID = "version_id"
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def _publish(root: Location, asked: PublisherOptions, group: Any, model: Any, fu
         views = [json.loads(answer) for answer in answers]
         check_same([view[0].encode() for view in views], context, comm.ranks)
         _, number, base = views[leader]
-        kind = functools.partial(_DeltaPublication, backend, base) if base else Publication
+        kind = functools.partial(_DeltaPublication, backend, base) if base else _FullPublication
         report = publish_as(kind, model, version_directory(backend, number), comm, asked, _CALL)
         after = f"version {number} is in {shown(root)}, and older ones cannot be removed"
         comm.lead(leader, lambda: _remove_old(backend, asked.keep), after)
@@ -170,6 +173,12 @@ def _remove_old(root: Backend, keep: int | None) -> None:
     for number in reversed(list_versions(root, unfinished=True)):
         if oldest is not None and number < oldest:
             remove_version(root, number)
+
+
+class _FullPublication(Publication):
+    def _divide(self) -> list[TensorFile]:
+        metadata = {"format": "pt", ID: self._token}
+        return [tensor_file(file.name, file.names, self._infos, metadata=metadata) for file in super()._divide()]
 
 
 class _DeltaPublication(Publication):
@@ -209,6 +218,7 @@ class _DeltaPublication(Publication):
             "delta_encoding": self._asked.encoding,
             "compression_format": COMPRESSION,
             "checksum_format": self._asked.checksum,
+            ID: self._token,
         }
         return INDEX_FILE, json.dumps({"metadata": metadata, "weight_map": self._map}).encode()
 

@@ -36,12 +36,13 @@ from paddle_flexckpt.media.backend import Backend, InputFile, Location, fill, pu
 from paddle_flexckpt.media.local import LocalBackend, OutputParts
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.row_files import ReadThreads
+from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.report import Report
 
 SYNC, LOCK, STATE, NEXT, RECORD = ".weight_sync", "lock", "state.json", "next", "next.json"
 # The version of a copy of which some files are new; no number, so that no other receiver goes on with it.
 _UNFINISHED = "unfinished"
-# What a thread copies at a time, of bytes that do not change; and what counts of a file's ends for its mark.
+# What a thread copies at a time, of bytes that do not change; and what counts at least of a file's ends for its mark.
 _COPY_BYTES, _MARK_BYTES = 16 << 20, 64 << 10
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -102,7 +103,8 @@ def apply_version(
             it was.
         OSError: The file system failed; the copy is as it was, or the next call finishes it.
     """
-    begin, source, copy = time.perf_counter(), open_backend(root), _LocalCopy(os.fspath(local), full)
+    begin, source, started = time.perf_counter(), open_backend(root), None if base is None else open_backend(base)
+    copy = _LocalCopy(os.fspath(local), full, started)
     with copy.lock():
         copy.finish()
         newest = max(list_versions(source), default=0)
@@ -112,10 +114,10 @@ def apply_version(
         before = None if full else copy.applied(source, version)
         chain, files = list[WeightVersion](), list[str]()
         if before != version:
-            if base is not None and before is None:
+            if started is not None and before is None:
                 chain = read_chain(source, version, 0)
                 if not chain or chain[0].base is not None:
-                    chain.insert(0, WeightVersion(0, open_backend(base), read_whole(open_backend(base))))
+                    chain.insert(0, WeightVersion(0, started, read_whole(started)))
             else:
                 chain = read_chain(source, version, before)
             files = copy.take(source, chain)
@@ -125,26 +127,25 @@ def apply_version(
     return ApplyReport(copy.path, version, before, seed, files, len(tensors), time.perf_counter() - begin)
 
 
-def _mark_of(root: Backend, *numbers: int) -> str:
-    """Return a hash of the ends of the files of versions, which those of another run do not have; "" if one is gone."""
-    mark = xxhash.xxh3_128()
-    for number in numbers:
-        directory = version_directory(root, number)
-        names = sorted(name for name in directory.names() if name.endswith(_WEIGHTS))
-        if not names:
-            return ""
-        for name in names:
-            with directory.open(name) as file:
-                ends = file.read(0, _MARK_BYTES), file.read(max(0, file.size - _MARK_BYTES), _MARK_BYTES)
-                mark.update(f"{name}\0{file.size}\0".encode() + b"".join(ends))
-    return str(mark.hexdigest())
+def _mark_of(directory: Backend) -> str:
+    """Return a hash of the headers and ends of a version's files; "" if there are none.
+
+    ``WeightPublisher`` writes a random id there. Deltas of other programs have the checksums of what they change.
+    """
+    mark, names = xxhash.xxh3_128(), sorted(name for name in directory.names() if name.endswith(_WEIGHTS))
+    for name in names:
+        with directory.open(name) as file:
+            header = 8 + min(int.from_bytes(file.read(0, 8), "little"), MAX_HEADER_BYTES)
+            ends = file.read(0, max(header, _MARK_BYTES)), file.read(max(0, file.size - _MARK_BYTES), _MARK_BYTES)
+            mark.update(f"{name}\0{file.size}\0".encode() + b"".join(ends))
+    return str(mark.hexdigest()) if names else ""
 
 
 class _LocalCopy:
     """A copy's directory, with the record of its version."""
 
-    def __init__(self, path: str, full: bool) -> None:
-        self.path, self._files = os.path.abspath(path), LocalBackend(path, lock=False)
+    def __init__(self, path: str, full: bool, base: Backend | None) -> None:
+        self.path, self._files, self._base = os.path.abspath(path), LocalBackend(path, lock=False), base
         self._sync, self._next = self._files.child(SYNC), self._files.child(SYNC).child(NEXT)
         # In this order: a call beside this one writes a record before it renames the first file.
         has_weights = any(name.endswith(_WEIGHTS) for name in self._files.names())
@@ -169,7 +170,7 @@ class _LocalCopy:
         try:
             found = json.loads(self._sync.read(name))
             version = found["version"]
-            found["weights"] = dict(found.get("weights", {}))
+            found["weights"], found["marks"] = dict(found.get("weights", {})), [*found.get("marks", ())]
             return found if version == _UNFINISHED else {**found, "version": int(version)}
         except FileNotFoundError:
             return {}
@@ -186,13 +187,19 @@ class _LocalCopy:
             CorruptCheckpointError: The copy's files are not as they were.
         """
         state = self._read(STATE)
-        number, mark = state.get("version"), state.get("mark")
+        number = state.get("version")
         if number in (None, _UNFINISHED) or number > version:
             return None
-        if mark and _mark_of(source, state.get("full", 0), number) not in (mark, ""):
+        marks = zip(state["marks"], self._marks(source, state.get("full", 0), number))
+        if any(before and now and before != now for before, now in marks):
             return None
         self._check(number, state["weights"])
         return int(number)
+
+    def _marks(self, source: Backend, *numbers: int) -> list[str]:
+        """Return the marks of versions, by which those of another run are told from them; "" where one is not there."""
+        directories = [version_directory(source, number) if number else self._base for number in numbers]
+        return ["" if directory is None else _mark_of(directory) for directory in directories]
 
     def _check(self, number: int, expected: dict[str, Any]) -> None:
         there, why = self._weights(), ""
@@ -230,7 +237,7 @@ class _LocalCopy:
         self._next.sync()
         state = self._read(STATE)
         full = chain[0].number if seeds else state.get("full", 0)
-        record = {"version": f"{version:06d}", "full": full, "mark": _mark_of(source, full, version)}
+        record = {"version": f"{version:06d}", "full": full, "marks": self._marks(source, full, version)}
         record |= {"files": files, "stale": stale, "before": state.get("version")}
         publish(self._sync, RECORD, json.dumps(record).encode())
         return files
@@ -263,7 +270,7 @@ class _LocalCopy:
             for name in record["stale"]:
                 self._files.remove(name)
             self._files.sync()
-            found = {"version": f"{record['version']:06d}", "full": record["full"], "mark": record["mark"]}
+            found = {"version": f"{record['version']:06d}", "full": record["full"], "marks": record["marks"]}
             publish(self._sync, STATE, json.dumps({**found, "weights": self._weights()}).encode())
         for name in self._sync.names():
             if name not in (LOCK, STATE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import sys
 
@@ -41,9 +42,12 @@ def test_a_delta_has_the_bytes_of_the_format(tmp_path):
     for values in (old, new):
         publish(tmp_path, values, ranks=2, encoding="overwrite", checksum="adler32")
     found = contents(tmp_path / "weight_v000002")
-    assert found.pop("model.safetensors.index.json") == (
+    index = found.pop("model.safetensors.index.json")
+    made = json.loads(index)["metadata"]["version_id"]
+    assert re.fullmatch("[0-9a-f]{16}", made)
+    assert index.replace(made.encode(), b"ID") == (
         b'{"metadata": {"version": "000002", "base_version": "000001", "delta_encoding": "overwrite", '
-        b'"compression_format": "zstd", "checksum_format": "adler32"}, '
+        b'"compression_format": "zstd", "checksum_format": "adler32", "version_id": "ID"}, '
         b'"weight_map": {"b": "model-00000-of-00001.safetensors"}}'
     )
     delta = struct.pack("<I", 2) + struct.pack("<2I", 14, 15) + b"\x80\x3f"  # 1.0 is 0000803f
@@ -107,12 +111,28 @@ def test_names_are_those_of_statements_and_prefix(tmp_path):
 
 
 def test_a_full_version_is_what_publish_writes(tmp_path):
-    values = first()
+    """But for an id in the headers, which is another one for each version."""
+    values, ids = first(), set()
     publish(tmp_path / "v", values, 3, config={"layers": 2})
     SimulatedWorld(3).run(
         lambda comm: fc.publish(cut(values, comm.rank, 3), tmp_path / "p", comm, config={"layers": 2})
     )
-    assert contents(tmp_path / "v" / "weight_v000001") == contents(tmp_path / "p")
+    published = contents(tmp_path / "v" / "weight_v000001")
+    for path in (tmp_path / "p").iterdir():
+        data = published.pop(path.name)
+        if path.suffix == ".safetensors":
+            _, metadata, data = reference.read_file(tmp_path / "v" / "weight_v000001" / path.name)
+            made = metadata["version_id"]
+            ids.add(made)
+            end = 8 + struct.unpack("<Q", data[:8])[0]
+            text = data[8:end].replace(f',"version_id":"{made}"'.encode(), b"").rstrip()
+            text += b" " * (-len(text) % 8)
+            data = struct.pack("<Q", len(text)) + text + data[end:]
+        assert data == path.read_bytes()
+    assert published == {}
+    publish(tmp_path / "v", values, full=True)
+    ids.add(reference.read_file(tmp_path / "v" / "weight_v000002" / "model.safetensors")[1]["version_id"])
+    assert len(ids) == 2
 
 
 def test_a_new_publisher_goes_on(tmp_path):
@@ -289,7 +309,7 @@ def test_versions_on_an_object_store(tmp_path):
     assert reference.tensors_of(tmp_path / "local") == history[5]
     assert sorted(json.loads((tmp_path / "local" / ".weight_sync" / "state.json").read_text())) == [
         "full",
-        "mark",
+        "marks",
         "version",
         "weights",
     ]

@@ -135,13 +135,16 @@ def _write_state(state: Path, number: int) -> None:
 def _change(local: Path, root: Path, number: int) -> None:
     index = _index(root, number)
     metadata = index["metadata"]
-    assert metadata == {
-        "version": f"{number:06d}",
-        "base_version": f"{number - 1:06d}",
-        "delta_encoding": metadata["delta_encoding"],
-        "compression_format": "zstd",
-        "checksum_format": metadata["checksum_format"],
-    }
+    assert (
+        metadata.items()
+        >= {
+            "version": f"{number:06d}",
+            "base_version": f"{number - 1:06d}",
+            "delta_encoding": metadata["delta_encoding"],
+            "compression_format": "zstd",
+            "checksum_format": metadata["checksum_format"],
+        }.items()
+    )
     copies = {path: bytearray(path.read_bytes()) for path in local.glob("*.safetensors")}
     where = {name: (path, *place) for path in copies for name, place in read_file(path)[0].items()}
     names = sorted(set(index["weight_map"].values()))

@@ -159,6 +159,40 @@ def test_a_version_of_the_same_number_of_another_run_is_no_base(tmp_path):
     assert reference.tensors_of(tmp_path / "local") == bytes_of({**other, "m.c": values["m.c"] + 2})
 
 
+def test_versions_of_another_run_that_differ_far_from_the_ends_of_files_are_no_base(tmp_path):
+    """Nor are those of one that has the number of the copy's full version no more, or not as a full one."""
+    values = {name: np.zeros(100_000, np.float32) for name in "abc"}
+    for full in (False, True):
+        local = tmp_path / f"local{full}"
+        for run in (0.0, 7.0):
+            shutil.rmtree(tmp_path / "v", ignore_errors=True)
+            values["b"][:] = run
+            for count in range(2 + int(run > 0)):
+                values["a"][5] = count
+                publish(tmp_path / "v", values, full=full and run > 0 and count == 1, keep=1)
+            before = apply_version(tmp_path / "v", local).before
+        assert before is None
+        assert reference.tensors_of(local) == bytes_of(values)
+
+
+def test_another_run_s_deltas_on_the_engine_s_model_are_no_base(tmp_path):
+    other = {name: np.zeros_like(value) for name, value in first().items()}
+    start, changed = bytes_of(first()), bytes_of(other)
+    publish(tmp_path / "base", first())
+    publish(tmp_path / "base", other, full=True)
+    base = tmp_path / "base" / "weight_v000001"
+    for names in (["m.a"], ["m.b"]):
+        shutil.rmtree(tmp_path / "v", ignore_errors=True)
+        one = {**start, **{name: changed[name] for name in names}}
+        reference.write_delta(tmp_path / "v", 1, start, one, "xor", "adler32")
+        reference.write_delta(tmp_path / "v", 2, one, {**one, "m.c": changed["m.c"]}, "xor", "adler32")
+        apply_version(tmp_path / "v", tmp_path / "local", 1 if names == ["m.a"] else 2, base=base)
+    assert reference.tensors_of(tmp_path / "local") == {**one, "m.c": changed["m.c"]}
+    for model in (base, tmp_path / "base" / "weight_v000002"):  # another version 0
+        apply_version(tmp_path / "v", tmp_path / "local", 0, base=model)
+        assert reference.tensors_of(tmp_path / "local") == reference.tensors_of(model)
+
+
 def test_a_copy_that_was_changed_is_an_error_and_the_remedy_helps(tmp_path):
     values = first()
     publish(tmp_path / "v", values)
@@ -262,7 +296,7 @@ def test_what_another_receiver_has_done_since_is_not_undone(tmp_path, stream, mo
 
 def test_calls_for_one_copy_wait_for_each_other(tmp_path, stream):
     _root, _history = stream
-    copy = local_copy._LocalCopy(str(tmp_path), False)
+    copy = local_copy._LocalCopy(str(tmp_path), False, None)
     with copy.lock(), open(tmp_path / ".weight_sync" / "lock") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
