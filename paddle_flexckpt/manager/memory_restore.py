@@ -21,8 +21,10 @@ from paddle_flexckpt.manager.restore import (
 )
 from paddle_flexckpt.manager.restore_targets import RestoreTargets
 from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.tools.step_record import RECORD, read_record
 
 
 def restore_from_memory(
@@ -85,3 +87,12 @@ def _find_nodes(
 
 def _unreadable(found: Found) -> str:
     return "".join(f"; {text}" for text in found.wrong.values())
+
+
+def time_of(directory: Backend) -> float | None:
+    """Return when the step in a directory was saved; None if this rank cannot read it there."""
+    checkpoint = SourceDirectory(directory)
+    with contextlib.suppress(CheckpointError, OSError), LockedManifest(checkpoint, UNIQUE_ID, [RECORD]) as manifest:
+        record = read_record(directory, manifest)
+        return None if record is None else record.time
+    return None

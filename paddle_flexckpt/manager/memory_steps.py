@@ -23,7 +23,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.node_files import find_checkpoint
 from paddle_flexckpt.manager.anchor import SAVES_OF_A_START, find_void, start_of
 from paddle_flexckpt.manager.manager_options import EVERY_STEP, ManagerOptions, StepOptions
-from paddle_flexckpt.manager.memory_restore import restore_from_memory
+from paddle_flexckpt.manager.memory_restore import restore_from_memory, time_of
 from paddle_flexckpt.manager.memory_room import MemoryRoom, node_of
 from paddle_flexckpt.manager.memory_tier import MemoryTier
 from paddle_flexckpt.manager.pending_steps import PendingSteps
@@ -82,6 +82,7 @@ class MemorySteps:
         # The step that the run continues, until a later one is whole here, and what this manager had saved to the root
         # last before it was restored.
         self._restored: int | None = None
+        self._is_from_here = False  # whether that step was restored from memory
         self._last_before: int | None = None
         self._told: set[str] = set()  # the warnings that were logged
         # The steps that are here and count; the start that saved each that is here, and what starts have in the root.
@@ -210,6 +211,7 @@ class MemorySteps:
         self.schedule.note(report.step, saved=False)
         self._is_used = self._is_used or report.tier == "memory"
         self._restored, self._last_before, self._is_tidy = report.step, self._in_root.last_saved, False
+        self._is_from_here = report.tier == "memory"
         return self.run if report.tier == "memory" else ""
 
     def save_beside(
@@ -385,7 +387,9 @@ class MemorySteps:
         if not self._is_used:
             return
         newest = max(self.find_steps(self.run, context), default=-1)
-        own = {self._restored, *({self._in_root.last_saved} - {self._last_before})}
+        own = {self._in_root.last_saved} - {self._last_before}
+        if self._restored is not None and (not self._is_from_here or self._is_in_root(self._restored, context)):
+            own.add(self._restored)
 
         def look() -> tuple[None, bytes]:
             saved = {*self._directories.steps()} & own - self._in_root.doubtful if self._comm.position == 0 else ()
@@ -414,6 +418,17 @@ class MemorySteps:
             return None, b""
 
         self._comm.together(remove, context)
+
+    def _is_in_root(self, step: int, context: str) -> bool:
+        """Return whether the root has the same save of a step as the memory. One collective."""
+
+        def look() -> tuple[None, bytes]:
+            there = time_of(self._directories.directory(step)) if self._comm.position == 0 else None
+            return None, json.dumps([time_of(self.directory(step)), there]).encode()
+
+        _, answers = self._comm.together(look, context)
+        told = [json.loads(answer) for answer in answers]
+        return told[0][1] is not None and told[0][1] in [here for here, _ in told]
 
     def release(self) -> None:
         """Give back the lock of the run's directory; the steps stay, and saves go on. Communicate nothing."""

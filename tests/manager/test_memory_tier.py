@@ -723,6 +723,33 @@ def test_close_after_a_restore_alone_removes_what_the_root_has_too(nodes):
     assert not os.path.exists(nodes.memory(0))
 
 
+def test_close_leaves_what_has_the_number_of_an_older_branch_in_the_root(nodes, caplog):
+    """The root's step 20 is of before the run went back, that in memory of since."""
+    one_of(nodes.run(TWO, train(21)))
+    one_of(nodes.run(TWO, after(10, values_of(20, 3)), save_when=fc.SaveEvery(15)))
+
+    def closed(manager, comm):
+        report = manager.restore(state=shards(comm, 0))
+        manager.close()
+        return report.step, report.tier
+
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        found = one_of(nodes.run(TWO, closed))
+    assert found == (20, "memory")
+    assert any("step 20 is in the memory of the nodes alone" in each for each in caplog.messages)
+    assert nodes.steps(0) == ["a/20"]
+    assert one_of(nodes.run(TWO, seed_of)) == (20, "memory", 3)
+
+    def follow(manager, comm):
+        state = shards(comm, 0)
+        manager.save(manager.restore(state=state).step, state=state, rng=False, overwrite=True)
+        manager.close()
+
+    one_of(nodes.run(TWO, follow))
+    assert nodes.steps(0) == []
+    assert one_of(nodes.run(TWO, seed_of)) == (20, "storage", 3)
+
+
 def test_close_leaves_what_a_run_that_goes_on_has_in_memory(nodes):
     """Another job, with a manager of the same root and tier, restores a step to look at it."""
 
