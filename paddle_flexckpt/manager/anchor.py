@@ -9,8 +9,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from paddle_flexckpt.media.backend import Backend, write_file
 from paddle_flexckpt.native.directory import number_of
@@ -37,11 +37,13 @@ class Anchor:
         starts: The number of the last start: a manager that begins to save there, or to the root, or that has restored
             a step before it saves. It also grows with time, so that it does not begin anew where the anchor is lost.
         saves: In rising order, starts, each with the first step that it has begun to save to the root.
+        left: Starts of ``saves`` that went back, each with the save token of a higher step that was in the root.
     """
 
     run: str = ""
     starts: int = 0
     saves: tuple[tuple[int, int], ...] = ()
+    left: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def decode(cls, data: bytes) -> Anchor:
@@ -53,7 +55,7 @@ class Anchor:
         saves = tuple((start, step) for start, step in fields.get("saves", ()))
         if {type(each) for each in (starts, *sum(saves, ()))} != {int} or not 0 <= starts < _MOST_STARTS - 1:
             raise ValueError(f"{starts!r} is no number of a start, or {saves!r} are not those of starts")
-        return cls(run, starts, saves)
+        return cls(run, starts, saves, tuple((start, str(token)) for start, token in fields.get("left", ())))
 
 
 class AnchorFile:
@@ -65,6 +67,7 @@ class AnchorFile:
         # The number of this start, once it is noted; and whether it is noted what it saves to the root.
         self._start: int | None = None
         self._has_saved = False
+        self._left: tuple[str, ...] = ()
 
     def read(self) -> tuple[Anchor, str]:
         """Return the anchor, and why there is none, or ""."""
@@ -75,9 +78,12 @@ class AnchorFile:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return Anchor(), f"cannot be understood: {error!r:.200}"
 
-    def begin(self) -> None:
-        """Begin another start: what is saved from now on follows a restore, or nothing."""
-        self._start, self._has_saved = None, False
+    def begin(self, left: Iterable[str] = ()) -> None:
+        """Begin another start: what is saved from now on follows a restore, or nothing.
+
+        ``left`` are the save tokens of the steps in the root that it goes back from.
+        """
+        self._start, self._has_saved, self._left = None, False, tuple(left)
 
     def note_save(self, step: int) -> None:
         """Note, if a run has steps in memory, the step that this start saves to the root first."""
@@ -86,8 +92,12 @@ class AnchorFile:
         self._has_saved = True
         known, problem = self.read()
         if not problem:
-            saves = [*(pair for pair in known.saves if pair[1] < step), (self._number(known), step)]
-            self._write(known.run, known, saves[-_MOST_KNOWN:])
+            start = self._number(known)
+            # If the root has no higher steps, it has nothing of starts from this step on.
+            before = [pair for pair in known.saves if self._left or pair[1] < step]
+            saves = (*before, (start, step))[-_MOST_KNOWN:]
+            left = [*known.left, *((start, token) for token in self._left)]
+            self._write(replace(known, saves=saves, left=tuple(each for each in left if each[0] >= saves[0][0])))
 
     def note_memory(self, run: str) -> tuple[str, int]:
         """Note that this start saves the steps of a run to memory; return its name, and the number of the start.
@@ -104,7 +114,7 @@ class AnchorFile:
             )
         name = run or known.run or secrets.token_hex(8)
         self._root.make_directory()
-        self._write(name, known, known.saves)
+        self._write(replace(known, run=name))
         return name, self._number(known)
 
     def _number(self, known: Anchor) -> int:
@@ -112,9 +122,9 @@ class AnchorFile:
             self._start = max(known.starts + 1, int(time.time()) // SAVES_OF_A_START)
         return self._start
 
-    def _write(self, run: str, known: Anchor, saves: Sequence[tuple[int, int]]) -> None:
+    def _write(self, known: Anchor) -> None:
         # Another manager of this root may have a later start.
-        anchor = Anchor(run, max(known.starts, self._number(known)), tuple(saves))
+        anchor = replace(known, starts=max(known.starts, self._number(known)))
         write_file(self._root, ANCHOR, json.dumps(asdict(anchor)).encode(), "replace")
         self._root.sync()
 

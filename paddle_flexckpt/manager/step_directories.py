@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, Union
 
 from paddle_flexckpt.catalog import (
@@ -257,7 +258,7 @@ class StepDirectories:
                 "directory; or continue in another root, with a manager of its own"
             )
         self._cache.update(found)
-        self.anchor.begin()
+        self.anchor.begin(known.token for each, known in found.items() if each > step and known.token)
         return run
 
     def find_memory(self) -> tuple[str, str, list[tuple[int, int]]]:
@@ -276,8 +277,17 @@ class StepDirectories:
                 if record is not None:
                     how = f"so steps in memory are looked for by the run of step {step}"
                     return record.run if is_run(record.run) else "", f"{self._root.where(ANCHOR)} {problem}, {how}", []
-        since = [(start, [step for step in steps if step >= first]) for start, first in known.saves]
-        return known.run, "", [(start, own[0]) for start, own in since if own]
+        since = []
+        for start, first in known.saves:
+            left = {token for noted, token in known.left if noted == start}
+            own = (step for step in steps if step >= first and not (left and self._token(step) in left))
+            since += [(start, step) for step in islice(own, 1)]
+        return known.run, "", since
+
+    def _token(self, step: int) -> str:
+        with contextlib.suppress(OSError, CorruptCheckpointError):
+            return save_token_in(self.directory(step))
+        return ""
 
     def prepare(self, step: int, replace: bool) -> None:
         """Prepare a step's directory for a save.

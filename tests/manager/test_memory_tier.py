@@ -893,6 +893,30 @@ def test_a_save_that_did_not_commit_makes_nothing_void(nodes):
     assert one_of(nodes.run(TWO, seed_of)) == (12, "memory", 12)
 
 
+def test_a_save_after_going_back_that_did_not_commit_makes_nothing_void(nodes, caplog):
+    """The root's step 20 is of before, as step 22 in memory is; a save that commits makes it void."""
+    one_of(nodes.run(TWO, train(23), save_when=fc.SaveEvery(10)))
+
+    def fail(manager, comm):
+        manager.restore(10, state=shards(comm, 0))
+        broken = shards(comm, 15)
+        broken["w"].local_shape = (1, 1)
+        with pytest.raises(fc.ValidationError):
+            manager.save(15, state=broken, rng=False)
+        manager.__exit__(InterruptedError, None, None)
+
+    one_of(nodes.run(TWO, fail))
+    caplog.clear()
+    assert one_of(nodes.run(TWO, seed_of)) == (22, "memory", 22)
+    assert not any("of before the run went back" in each for each in caplog.messages)
+    one_of(nodes.run(TWO, root_save(15, 3, first=10)))
+    one_of(nodes.run(TWO, fail))
+    caplog.clear()
+    assert one_of(nodes.run(TWO, looking)) == ([10, 15, 20], 20)
+    (said,) = [each for each in caplog.messages if "of before the run went back" in each]
+    assert "step 22 in the memory of the nodes is of before the run went back, and saved step 15: " in said
+
+
 def test_going_back_makes_higher_steps_in_memory_void(nodes, caplog):
     one_of(nodes.run(TWO, train(23), save_when=fc.SaveEvery(10)))
     assert nodes.steps(0) == ["a/22"]
