@@ -31,7 +31,7 @@ from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.rollout.engine_client import TIMEOUT_SECONDS, EngineClient, refuse
 from paddle_flexckpt.rollout.push_reports import ComparedWeightsReport, PushReport
 from paddle_flexckpt.rollout.receiver import SECRET, RemoteSink
-from paddle_flexckpt.rollout.segment import DIRECTORY, LocalSink, SegmentDirectory, SegmentNames, Sink
+from paddle_flexckpt.rollout.segment import DIRECTORY, LocalSink, SegmentDirectory, SegmentNames, Sink, channel_of
 from paddle_flexckpt.rollout.switch import SwitchProcess, key_of
 from paddle_flexckpt.transfer.agreement import check_calls, check_coordinator
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, StatementOptions, rule, same_on_all_ranks, takes
@@ -83,7 +83,7 @@ class WeightChannel:
         self._url, self._group = url, process_group
         self._options = ChannelOptions(kind=kind, **options)
         self._options.check()
-        self._channel = hashlib.sha256(f"{os.getuid()} {url}".encode()).hexdigest()[:12]
+        self._channel = channel_of(url)
         self._engine = EngineClient(url, self._options.timeout)
         self._directory = SegmentDirectory(self._options.directory)
         self._context = f"cannot push to {url}"

@@ -9,6 +9,7 @@ Tested in tests/rollout/test_segment.py.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import os
 from collections.abc import Collection
@@ -98,6 +99,11 @@ def place_of_directory(directory: str = DIRECTORY) -> str:
     state = os.stat(directory)
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}:{state.st_dev}:{state.st_ino}"
+
+
+def channel_of(url: str) -> str:
+    """Return the channel of this user to an engine."""
+    return hashlib.sha256(f"{os.getuid()} {url}".encode()).hexdigest()[:12]
 
 
 class SegmentDirectory:

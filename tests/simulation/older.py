@@ -24,6 +24,7 @@ _PACKAGE = "paddle_flexckpt"
 _HERE = f"{_PACKAGE}.testing.simulation"
 # Modules that the simulated ranks bring along.
 _BROUGHT = (
+    "catalog/layer_ranges.py",
     "catalog/texts.py",
     "ranks/framing.py",
     "ranks/group_listener.py",

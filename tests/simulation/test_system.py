@@ -495,6 +495,7 @@ NOT_SIMULATED = {
     "cli": "commands, by which a person looks at checkpoints; they call functions of the rooms that are simulated",
     "pages": "writes pictures of reports, for people",
     "patching": "changes installed packages",
+    "rollout": "works with engines, whose processes are others'; tests/rollout has faults at each of their calls",
     "testing": "the worlds of tests themselves",
     "trainer": "other programs' trainers, which bring Paddle and processes of their own",
 }
