@@ -21,9 +21,8 @@ _COMMANDS = {
     "overview": ("ls", "du", "clean"),
     "rehearse": ("rehearse", "map", "bench"),
     "aoa": ("explain", "expand", "invert", "rules"),
-    "apply": ("apply",),
     "doctor": ("doctor", "patch"),
-    "receive": ("receive",),
+    "engines": ("apply", "receive"),
     "main": ("completion",),
 }
 _BASH = """\

@@ -66,7 +66,7 @@ class RankTransfer:
 
 
 class Role(Enum):
-    """What a process does."""
+    """The part of a process in a transfer."""
 
     TRAINER = "trainer"
     INFERENCE = "inference"
@@ -82,7 +82,7 @@ class Phase1Backend(Enum):
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """What the engine passes on of its configuration, and adds to it.
+    """The part of the engine's configuration that reaches this module, with the engine's additions.
 
     Attributes:
         role: Has to be ``Role.INFERENCE``.

@@ -112,7 +112,7 @@ def publish_fastdeploy(
         **options: Like all other arguments, of :class:`SnapshotOptions`.
 
     Returns:
-        What was done; its keys count a tensor once for each rank of the engine.
+        The report; its keys count a tensor once for each rank of the engine.
 
     Raises:
         ValidationError: As for ``publish``; a tensor cannot be cut so; nothing was written.

@@ -1,4 +1,4 @@
-"""What goes between the ranks of a push: its notices, what was sent, and the handle of a push under way.
+"""The messages of the ranks of a push, the version that was sent, and the handle of a push under way.
 
 Tested in tests/rollout/test_channel.py.
 """
@@ -51,6 +51,7 @@ class Sent:
 
     Attributes:
         version: Its name.
+        path: The path of its segment, on the engine's machine.
         names: Its segment, and others of the channel.
         written: Bytes of tensors that this rank wrote.
         planned: Whether it was planned anew.
@@ -60,6 +61,7 @@ class Sent:
     """
 
     version: str
+    path: str
     names: SegmentNames
     written: int
     planned: bool

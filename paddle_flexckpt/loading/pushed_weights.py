@@ -114,7 +114,7 @@ class PushedWeights:
         self._pieces: Pieces = pieces.take(whole[pieces.target] & mine & (pieces.size > 0))
         self._rows = {name: row for row, name in enumerate(self.file.names)}
         self._dtypes = [dtype_of(infos[name].dtype).numpy for name in self.file.names]
-        # What statements compute: by rank, the bands that it makes at a time.
+        # By rank, the bands of computed tensors that it makes at a time.
         left = {rank: np.flatnonzero(~whole & (targets.rank == rank)).tolist() for rank in writers}
         names = self.file.names
         computed = {rank: list(batches_of([names[row] for row in rows], infos)) for rank, rows in left.items()}

@@ -63,6 +63,25 @@ class ChannelOptions(StatementOptions):
     timeout: float = TIMEOUT_SECONDS
 
 
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The way of one model's weights to the engine, as all ranks have planned it.
+
+    Attributes:
+        weights: The weights, and the parts that this rank writes.
+        place: The identity of the engine's directory of segments.
+        is_here: Whether this rank is on the engine's machine.
+        leader: The rank that writes the header.
+        leads_files: Whether this rank, or the receiver for it, renames and removes files.
+    """
+
+    weights: PushedWeights
+    place: str
+    is_here: bool
+    leader: int
+    leads_files: bool
+
+
 class WeightChannel:
     """A channel by which a live model's weights reach a serving engine, version by version.
 
@@ -87,11 +106,10 @@ class WeightChannel:
         self._engine = EngineClient(url, self._options.timeout)
         self._directory = SegmentDirectory(self._options.directory)
         self._context = f"cannot push to {url}"
-        self._weights: PushedWeights | None = None
+        self._route: Route | None = None
         self._pending: PushHandle | None = None
         self._switch: SwitchProcess | None = None
         self._version, self._key, self._pushed = "", "", 0
-        self._is_here = self._leads_files = False
         # The coordinator's: where the engine is, the segment that it serves, and the one before if it is free.
         self._place = self._current = self._spare = ""
 
@@ -122,30 +140,33 @@ class WeightChannel:
         name = str(self._pushed + 1 if version is None else version)
         state, answers = comm.together(lambda: self._look(_state_of(model), name), self._context)
         notices = self._agreed(answers)
-        keeps = self._weights is not None and all(each.is_unchanged for each in notices) and self._weights.renew()
-        weights = self._weights if keeps and self._weights is not None else self._plan(state)
+        route = self._route
+        planned = route is None or not all(each.is_unchanged for each in notices) or not route.weights.renew()
+        if route is None or planned:
+            route = self._plan(state)
         notice = notices[self._options.coordinator_rank]
         names = SegmentNames(
             self._channel,
             notice.token,
-            notice.recycled if keeps else "",
+            "" if planned else notice.recycled,
             (notice.kept,) if notice.kept else (),
-            weights.file.nbytes,
-            self._leads_files,
+            route.weights.file.nbytes,
+            route.leads_files,
         )
         try:
-            written = self._write(weights, names)
+            written, path = self._write(route, names)
         except BaseException:
-            if self._switch is not None:
-                self._switch.stop()
-            self._drop(names)
+            switch, self._switch = self._switch, None
+            if switch is not None:
+                switch.stop()
+            self._drop(route, names)
             raise
         switch, self._switch = self._switch, None
-        sent = Sent(name, names, written, not keeps, switch, begin, time.perf_counter() - begin)
+        sent = Sent(name, path, names, written, planned, switch, begin, time.perf_counter() - begin)
         if switch is not None:
-            switch.begin(name, self._path)
+            switch.begin(name, path)
         self._pending = PushHandle(
-            functools.partial(self._finish, sent), lambda: switch is not None and switch.is_done()
+            functools.partial(self._finish, route, sent), lambda: switch is not None and switch.is_done()
         )
         return self._finish_pending() if wait else self._pending
 
@@ -160,7 +181,7 @@ class WeightChannel:
     def _look(self, state: Mapping[str, Any], version: str) -> tuple[Mapping[str, Any], bytes]:
         """Look whether the plan still holds; the coordinator asks the engine, and draws the segment's name."""
         check_coordinator(self._comm, self._options.coordinator_rank)
-        unchanged = self._weights is not None and self._weights.is_unchanged(state)
+        unchanged = self._route is not None and self._route.weights.is_unchanged(state)
         digest = hashlib.sha256(version.encode()).digest()[:VERSION_BYTES]
         if not self._leads:
             return state, Notice(unchanged, digest).encode()
@@ -185,10 +206,9 @@ class WeightChannel:
             raise ValidationError([f"ranks push different versions. {remedy}"], self._context)
         return notices
 
-    def _plan(self, state: Mapping[str, Any]) -> PushedWeights:
+    def _plan(self, state: Mapping[str, Any]) -> Route:
         """Describe the model on all ranks, and plan who writes what."""
         options, comm = self._options, self._comm
-        self._weights = None
         reads = ReshardOptions(
             coordinator_rank=options.coordinator_rank,
             offload=options.offload,
@@ -202,13 +222,12 @@ class WeightChannel:
         weights = PushedWeights(comm, state, describe_call, self._context, reads)
         places, own = weights.messages
         here = [rank for rank, place in zip(comm.ranks, own) if place == places[options.coordinator_rank]]
-        self._is_here, self._leader = comm.rank in here, (here or comm.ranks)[0]
+        is_here, leader = comm.rank in here, (here or comm.ranks)[0]
         # A receiver has nobody beside it if no rank is there.
-        self._leads_files = comm.rank == self._leader or not here
-        self._engine_place = places[options.coordinator_rank].decode()
+        leads_files = comm.rank == leader or not here
 
         def plan() -> tuple[None, bytes]:
-            if not self._is_here and options.receiver is None:
+            if not is_here and options.receiver is None:
                 raise ValidationError(
                     [
                         f"the engine is on another machine than rank {comm.rank}. Remedy (FC951): run `flexckpt "
@@ -219,8 +238,8 @@ class WeightChannel:
             return None, b""
 
         comm.together(plan, self._context)
-        self._weights = weights
-        return weights
+        self._route = Route(weights, places[options.coordinator_rank].decode(), is_here, leader, leads_files)
+        return self._route
 
     def _own_place(self) -> bytes:
         try:
@@ -228,18 +247,18 @@ class WeightChannel:
         except OSError:  # a machine without such a directory is another one than the engine's
             return b""
 
-    def _write(self, weights: PushedWeights, names: SegmentNames) -> int:
-        """Write the segment, with the other ranks; return the bytes that this rank wrote."""
+    def _write(self, route: Route, names: SegmentNames) -> tuple[int, str]:
+        """Write the segment, with the other ranks; return the bytes that this rank wrote, and the segment's path."""
 
         def connect() -> tuple[Sink, bytes]:
             if self._leads:
                 self._switch = SwitchProcess(self._url, self._options.timeout)
-            if self._is_here:
+            if route.is_here:
                 sink: Sink = LocalSink(self._directory.open(names))
                 return sink, self._directory.path(names.file(names.token)).encode()
             address = str(self._options.receiver)
             remote = RemoteSink(address, os.environ.get(SECRET, "").encode(), names)
-            if remote.place != self._engine_place:
+            if remote.place != route.place:
                 remote.close()
                 raise ValidationError(
                     [
@@ -251,17 +270,16 @@ class WeightChannel:
             return remote, remote.path.encode()
 
         sink, paths = self._comm.together(connect, self._context)
-        self._path = paths[self._comm.ranks.index(self._leader)].decode()
-        written = weights.write(sink, self._comm.rank == self._leader)
+        written = route.weights.write(sink, self._comm.rank == route.leader)
 
         def finish() -> tuple[None, bytes]:
             sink.finish()
             return None, b""
 
         self._comm.together(finish, self._context)
-        return written
+        return written, paths[self._comm.ranks.index(route.leader)].decode()
 
-    def _finish(self, sent: Sent) -> PushReport:
+    def _finish(self, route: Route, sent: Sent) -> PushReport:
         """Wait for the engine, with the other ranks."""
         self._pending = None
 
@@ -271,30 +289,27 @@ class WeightChannel:
         try:
             _, answers = self._comm.together(outcome, self._context)
         except CheckpointError:
-            self._drop(sent.names)
+            self._drop(route, sent.names)
             raise
         done = json.loads(answers[self._options.coordinator_rank])
-        self._version, self._pushed, weights = sent.version, self._pushed + 1, self._weights
-        self._key = key_of(sent.version, sent.names.file(sent.names.token))
+        self._version, self._key, self._pushed = sent.version, key_of(sent.version, sent.path), self._pushed + 1
         self._spare, self._current = self._current if done["released"] else "", sent.names.token
-        if weights is None:
-            raise RuntimeError("nothing was planned")
         return PushReport(
             url=self._url,
             version=sent.version,
-            keys=weights.keys,
-            left_out=weights.left_out,
-            total_bytes=weights.file.data_bytes,
+            keys=route.weights.keys,
+            left_out=route.weights.left_out,
+            total_bytes=route.weights.file.data_bytes,
             bytes_written=sent.written,
             planned=sent.planned,
             recycled=bool(sent.names.recycled),
             seconds={"write": sent.seconds, **done["seconds"], "total": time.perf_counter() - sent.begin},
         )
 
-    def _drop(self, names: SegmentNames) -> None:
+    def _drop(self, route: Route, names: SegmentNames) -> None:
         """Remove a segment that the engine did not take."""
         self._directory.forget(names.kept)
-        if self._is_here and names.leads:
+        if route.is_here and names.leads:
             with contextlib.suppress(OSError):
                 self._directory.remove(replace(names, token=""))
 
@@ -309,19 +324,19 @@ class WeightChannel:
             model: The model of the last push, with the values that it had then.
 
         Returns:
-            What was compared, and what differs.
+            The report: the tensors that were compared, and those that differ.
 
         Raises:
             ValidationError: Nothing was pushed, or the model has other tensors than then.
             EngineError: The engine holds another version, or cannot be reached.
         """
         self._finish_pending()
-        comm, weights = communicator_for(self._group), self._weights
+        comm, route = communicator_for(self._group), self._route
 
         def look() -> tuple[PushedWeights, bytes]:
-            if weights is None or not weights.is_unchanged(_state_of(model)):
+            if route is None or not self._key or not route.weights.is_unchanged(_state_of(model)):
                 raise ValidationError(["the model is not the one that was pushed last. Remedy (FC101): push it first"])
-            return weights, b""
+            return route.weights, b""
 
         pushed, _ = comm.together(look, self._context)
         regions: list[Any] = []
@@ -353,9 +368,9 @@ class WeightChannel:
     def close(self) -> None:
         """Wait for a push under way, and release shared memory, but what the engine uses."""
         self._finish_pending()
-        if self._is_here:
-            self._drop(SegmentNames(self._channel, "", "", (self._current,), 0, self._leads_files))
-        self._weights, self._spare = None, ""
+        if self._route is not None:
+            self._drop(self._route, SegmentNames(self._channel, "", "", (self._current,), 0, self._route.leads_files))
+        self._route, self._key, self._spare = None, "", ""
 
 
 def _state_of(model: Any) -> Mapping[str, Any]:

@@ -112,7 +112,7 @@ class WeightPublisher:
             full: Whether the version is full in any case; the same on every rank.
 
         Returns:
-            What was done.
+            The report.
 
         Raises:
             ValidationError: As of :func:`publish`; or the version before has other tensors.

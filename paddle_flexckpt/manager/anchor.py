@@ -30,7 +30,7 @@ _MOST_KNOWN = 100
 
 @dataclass(frozen=True)
 class Anchor:
-    """What a root says of the memory of nodes.
+    """The record in a root of the steps that a run has in the memory of nodes.
 
     Attributes:
         run: The run whose steps are there; "" if there is none.

@@ -37,7 +37,7 @@ class MemoryRoom:
     ) -> None:
         """Check that the steps have room; no value is read. Two collectives, or five in a large job.
 
-        What a run has there already, in ``run_directory``, counts as free; "" if it has nothing.
+        Bytes of the run that are there already, in ``run_directory``, count as free; "" if there are none.
 
         Raises:
             ValidationError: There is too little on a node; the same on every rank.

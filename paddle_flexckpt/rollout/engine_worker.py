@@ -46,7 +46,7 @@ class LiveComparison:
 
 
 class Engine(Protocol):
-    """What a worker needs of its engine. The arrays are views of mapped memory, which cannot be written to."""
+    """The part of an engine that a worker calls. The arrays are views of mapped memory, which cannot be written to."""
 
     def load(self, tensors: Tensors) -> None:
         """Load a complete set of tensors into the model; all of it, or raise."""

@@ -42,7 +42,7 @@ from paddle_flexckpt.report import Report
 SYNC, LOCK, STATE, NEXT, RECORD = ".weight_sync", "lock", "state.json", "next", "next.json"
 # The version of a copy of which some files are new; no number, so that no other receiver goes on with it.
 _UNFINISHED = "unfinished"
-# What a thread copies at a time, of bytes that do not change; and what counts at least of a file's ends for its mark.
+# The bytes that a thread copies at a time, and those at each end of a file that its mark covers.
 _COPY_BYTES, _MARK_BYTES = 16 << 20, 64 << 10
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -95,7 +95,7 @@ def apply_version(
         full: Whether to begin with a full version, whatever the copy has.
 
     Returns:
-        What was done.
+        The report.
 
     Raises:
         ValidationError: There is no version, or the directory has a model that is no such copy.

@@ -27,7 +27,7 @@ ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.comple
 
 @dataclass(frozen=True)
 class SegmentNames:
-    """What a push says of the segments of a channel; tokens are short hexadecimal texts.
+    """The segments of a channel in one push, by their tokens, which are short hexadecimal texts.
 
     Attributes:
         channel: The channel, which is part of the names of its files.
