@@ -104,12 +104,12 @@ def apply_version(
         OSError: The file system failed; the copy is as it was, or the next call finishes it.
     """
     begin, source, started = time.perf_counter(), open_backend(root), None if base is None else open_backend(base)
+    newest = max(list_versions(source), default=0)
+    if version is None and not newest:
+        raise ValidationError(f"{source.path} has no version of weights. Remedy (FC301): correct the path")
     copy = _LocalCopy(os.fspath(local), full, started)
     with copy.lock():
         copy.finish()
-        newest = max(list_versions(source), default=0)
-        if version is None and not newest:
-            raise ValidationError(f"{source.path} has no version of weights. Remedy (FC301): correct the path")
         version = newest if version is None else version
         before = None if full else copy.applied(source, version)
         chain, files = list[WeightVersion](), list[str]()

@@ -33,6 +33,12 @@ def test_the_example_of_the_page(tmp_path, capsys):
     assert reference.tensors_of(tmp_path / "model") == {"w": model["w"].tobytes()}
 
 
+def test_a_root_without_versions_leaves_no_copy(tmp_path, capsys):
+    assert main(["apply", str(tmp_path / "nothing"), str(tmp_path / "local")]) == 1
+    assert "has no version of weights. Remedy (FC301): correct the path" in capsys.readouterr().err
+    assert not (tmp_path / "local").exists()
+
+
 def test_options(tmp_path, capsys):
     history = publish_stream(tmp_path / "v", 4)
     words = ["apply", str(tmp_path / "v"), str(tmp_path / "local")]
