@@ -28,6 +28,7 @@ The comments in this package name the upstream defects that they work around:
 - U5: sharding V2's ``clear_grad`` detaches gradients from the fused buffer; from step 2 on they are zero.
 - U6: ``load_state_dict`` calls ``Tensor.cuda()`` on any build.
 - U17: a second ``fleet.init`` with other degrees is ignored.
+- U18: where a peer hangs up while the rank that holds the store exits, Paddle 3.3 aborts that rank (exit code -6).
 - S9: ``ProcessMesh.get_rank_by_dim_and_process_id`` raises with NumPy 2.4.
 - S11: semi-automatic parallelism leaves globals and environment variables behind that change what comes after.
 - S12: nothing cuts a float16 or bfloat16 tensor into shards.

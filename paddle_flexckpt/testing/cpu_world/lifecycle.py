@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,9 @@ from paddle_flexckpt.undo import Undo
 
 # More than a job makes on a device; group ids are C integers.
 _GROUPS_OF_A_JOB = 4096
+# The rank that holds Paddle's store aborts where a peer hangs up while that rank's statics are destroyed: the store on
+# libuv, new in 3.3, then writes its first log line under glog's destroyed mutex (U18).
+_STORE_ON_LIBUV = "FLAGS_tcp_store_using_libuv"
 
 _patches: Undo | None = None
 _mesh: Mesh | None = None
@@ -64,6 +68,7 @@ def install(
             atexit.register(_close_at_exit)
     _mesh.timeout = timeout
     _patches = Undo()
+    _patch_store(_patches)
     _patch_new_group(_patches, _mesh)
     patch_kernels(_patches, mend_split)
     patch_moe(_patches)
@@ -75,6 +80,13 @@ def install(
     patch_static_graphs(_patches)
     if mend_sharding_v2:
         patch_sharding_v2(_patches)
+
+
+def _patch_store(patches: Undo) -> None:
+    if core.globals().is_public(_STORE_ON_LIBUV):
+        before = paddle.get_flags(_STORE_ON_LIBUV)
+        paddle.set_flags({_STORE_ON_LIBUV: False})
+        patches.call(functools.partial(paddle.set_flags, before))
 
 
 def uninstall() -> None:
