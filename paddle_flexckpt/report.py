@@ -396,9 +396,12 @@ class VerifyReport(Report):
             found += ", in spite of which everything can be loaded"
         if not self.has_checksums:
             found += " with headers and sizes" if self.ok else ""
+            read = f"{format_bytes(self.total_bytes)} have no checksums and were not read"
+            if self.bytes_read:
+                read = f"{format_bytes(self.bytes_verified)} as written; the rest has no checksums and was not read"
             return (
                 f"looked through {self.path}: {found}; {_tensors(self.keys)}, {self.items} items, {self.files} files; "
-                f"{format_bytes(self.total_bytes)} have no checksums and were not read, {total:.2f} s"
+                f"{read}, {total:.2f} s"
             )
         return (
             f"verified {self.path} (id {self.unique_id}): {found}; {_tensors(self.keys)}, {self.items} items, "

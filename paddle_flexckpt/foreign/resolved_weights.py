@@ -17,13 +17,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.foreign.huggingface import TensorFile
 from paddle_flexckpt.foreign.weight_deltas import CHUNK_BYTES, DeltaDecoder, new_hasher
 from paddle_flexckpt.foreign.weight_versions import DIRECTORY, WeightVersion, broken, read_chain
 from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Location, Mode, OutputFile, exists, fill
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.native.verify import Verification
+from paddle_flexckpt.progress import Meter
 
 
 def resolve_version(location: Location) -> Backend:
@@ -124,6 +126,26 @@ class ResolvedWeights(Backend):
         for begin, part in self.chunks(name):
             made[begin : begin + len(part)] = part
         return made
+
+    def verify(self, meter: Meter) -> Verification:
+        """Compare the tensors that deltas touch with their checksums; a tensor that differs is a problem."""
+        found = Verification()
+        for begin, end, name in (place for file in self._touched for place in self.touched(file)):
+            found.bytes_read += end - begin
+            try:
+                for _ in self.chunks(name):
+                    pass
+                found.bytes_verified += end - begin
+            except CorruptCheckpointError as error:
+                found.problems.append(Problem(str(error)))
+            meter.add(end - begin)
+        found.recoverable = not found.problems
+        return found
+
+    @property
+    def touched_bytes(self) -> int:
+        """Return the number of bytes of all tensors that deltas touch."""
+        return sum(end - begin for places in self._touched.values() for begin, end, _ in places)
 
     def kept_tensor(self, name: str) -> np.ndarray:
         """Return the same; two are kept, for a reader that wants parts of them."""

@@ -19,6 +19,7 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
+from paddle_flexckpt.foreign.resolved_weights import ResolvedWeights
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
@@ -46,7 +47,8 @@ def verify_checkpoint(
     which has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
 
     Checkpoints of other programs have no checksums: only headers, sizes and indices, and the coverage of tensors by
-    shards, are checked. Then ``bytes_verified`` is 0, and the report has a note.
+    shards, are checked. Then ``bytes_verified`` is 0, and the report has a note. Of a version of weights the tensors
+    that its deltas touch have checksums.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -69,11 +71,14 @@ def verify_checkpoint(
         return _without_manifest(directory, unique_id, error, begin)
     with held as manifest:
         catalog = manifest.catalog
-        # Another program's manifest was made from its files' headers, so they fit.
-        # They have no checksums: nothing is read.
-        nbytes, files = (0, 0) if manifest.foreign else (int(catalog.byte_length.sum()), len(catalog.files))
-        meter = Meter(progress, "verify", nbytes, files)
-        found = Verification() if manifest.foreign else verify_files(directory.backend, manifest, meter)
+        if not manifest.foreign:
+            meter = Meter(progress, "verify", int(catalog.byte_length.sum()), len(catalog.files))
+            found = verify_files(directory.backend, manifest, meter)
+        else:
+            # The manifest was made from the files' headers, so they fit. Only deltas have checksums.
+            deltas = directory.backend if isinstance(directory.backend, ResolvedWeights) else None
+            meter = Meter(progress, "verify", 0 if deltas is None else deltas.touched_bytes)
+            found = Verification() if deltas is None else deltas.verify(meter)
         meter.finish()
     problems = _shard_problems(directory, manifest)
     return VerifyReport(

@@ -122,6 +122,28 @@ def test_other_tools_read_a_version(stream, tmp_path, capsys):
     assert main(["diff", str(at(root, 6)), str(tmp_path / "converted")]) == 0
 
 
+def test_verify_compares_what_deltas_touch(copied, stream, capsys):
+    """The rest has no checksums. Version 4 is three deltas on version 1."""
+    changed = {
+        key
+        for older, newer in ((1, 2), (2, 3), (3, 4))
+        for key in stream[1][1]
+        if stream[1][older][key] != stream[1][newer][key]
+    }
+    report = fc.verify_checkpoint(at(copied, 4))
+    assert report.ok
+    assert report.bytes_verified == report.bytes_read == sum(len(stream[1][4][key]) for key in changed) > 0
+    assert not report.has_checksums
+    assert main(["verify", str(at(copied, 4))]) == 0
+    assert re.search(r"as written; the rest has no checksums and was not read", capsys.readouterr().out)
+    change_frame(copied, 4)
+    report = fc.verify_checkpoint(at(copied, 4))
+    assert len(report.problems) == 1
+    assert re.search("weight_v000004 cannot be used: key '.*FC308", str(report.problems[0]))
+    assert main(["verify", str(at(copied, 4))]) == 1
+    assert fc.verify_checkpoint(at(copied, 1)).bytes_verified == 0
+
+
 def test_it_does_not_change(stream):
     resolved = resolve_version(at(stream[0], 3))
     for call in (lambda: resolved.create("a"), lambda: resolved.remove("a"), resolved.make_directory, resolved.sync):
