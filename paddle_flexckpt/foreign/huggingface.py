@@ -13,7 +13,7 @@ Tested in tests/foreign/test_huggingface.py and tests/foreign/test_dcp_safetenso
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -203,8 +203,14 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
     return TensorIndex(files, settings, xxhash.xxh3_128_digest(text))
 
 
-def read_weights(backend: Backend, source: str, *more: str) -> Weights:
+def read_weights(backend: Backend, source: str, *more: str, wanted: Collection[str] | None = None) -> Weights:
     """Read the headers of an index's files, and compare them with the index; or those of one file, or of several.
+
+    Args:
+        backend: The directory.
+        source: The index, or a file.
+        *more: The other files.
+        wanted: Names of tensors; of an index's files, those without any of them are left out. None wants all.
 
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or index and files contradict each other.
@@ -224,11 +230,11 @@ def read_weights(backend: Backend, source: str, *more: str) -> Weights:
     if index.files is None:
         raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy (FC305): restore it")
     path = backend.where(source)
-    names = sorted(set(index.files.values()))
+    names = sorted({name for tensor, name in index.files.items() if wanted is None or tensor in wanted})
     files = dict(zip(names, map_files(backend, lambda name: read_tensor_file(backend, name, path), names)))
     problems = []
     for tensor, name in index.files.items():
-        if tensor not in files[name].tensors:
+        if name in files and tensor not in files[name].tensors:
             problems.append(Problem("a file lacks a tensor that the index has in it", tensor, file=backend.where(name)))
     for name, file in files.items():
         for tensor in file.tensors:

@@ -68,13 +68,14 @@ class ResolvedWeights(Backend):
             for name in delta.weights.file_of:
                 if name not in self.weights.file_of:
                     raise broken(root, delta.number, f"there is no tensor {name!r} to change")
-                file = self.weights.files[self.weights.file_of[name]]
-                place = file.tensors[name].begin, file.tensors[name].end, name
-                self._touched.setdefault(file.name, set()).add(place)
+                file = self.weights.files.get(self.weights.file_of[name])
+                if file is not None:  # it is wanted
+                    place = file.tensors[name].begin, file.tensors[name].end, name
+                    self._touched.setdefault(file.name, set()).add(place)
 
     @property
     def files(self) -> Collection[TensorFile]:
-        """Return the files of its weights."""
+        """Return the files of its weights, as far as they are wanted."""
         return self.weights.files.values()
 
     def touched(self, file: str) -> list[tuple[int, int, str]]:

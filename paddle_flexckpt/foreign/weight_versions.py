@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
@@ -69,21 +69,24 @@ def remove_version(root: Backend, number: int) -> None:
     directory.remove_directory()
 
 
-def read_whole(directory: Backend) -> Weights:
-    """Read index and headers of a directory's files; CorruptCheckpointError if they are not there, or not whole."""
+def read_whole(directory: Backend, wanted: Collection[str] | None = None) -> Weights:
+    """Read index and headers of a directory's files; CorruptCheckpointError if they are not there, or not whole.
+
+    ``wanted``: names of tensors; files without any of them need not be read.
+    """
     sources = find_weights(directory.path, directory.names())
     if not sources:
         raise CorruptCheckpointError(f"{directory.path} has no weights")
-    return read_weights(directory, *sources)
+    return read_weights(directory, *sources, wanted=wanted)
 
 
-def read_version(root: Backend, number: int) -> WeightVersion:
+def read_version(root: Backend, number: int, wanted: Collection[str] | None = None) -> WeightVersion:
     """Read the index and the headers of one version; errors of :func:`read_chain`."""
     directory = version_directory(root, number)
     try:
         if not _is_published(directory):
             raise ValueError("it is missing, or was not finished")
-        weights = read_whole(directory)
+        weights = read_whole(directory, wanted)
         if not weights.is_delta:
             return WeightVersion(number, directory, weights)
         found = weights.metadata
@@ -103,13 +106,16 @@ def read_version(root: Backend, number: int) -> WeightVersion:
     return WeightVersion(number, directory, weights, number - 1, encoding, checksum)
 
 
-def read_chain(root: Backend, number: int, applied: int | None = None) -> list[WeightVersion]:
+def read_chain(
+    root: Backend, number: int, applied: int | None = None, wanted: Collection[str] | None = None
+) -> list[WeightVersion]:
     """Return the versions that make up a version: a full one, and the deltas after it.
 
     Args:
         root: Where the versions are.
         number: The version.
         applied: The version of a copy; from there the deltas are enough, unless there is a full version after it.
+        wanted: Names of tensors; files without any of them need not be read. None wants all.
 
     Raises:
         CorruptCheckpointError: One of them is missing or not whole; the text names a full version to take.
@@ -118,7 +124,7 @@ def read_chain(root: Backend, number: int, applied: int | None = None) -> list[W
     while number != applied:
         if number <= 0:
             raise broken(root, 0, "it is the model with which the engine has started, and is not here")
-        chain.append(read_version(root, number))
+        chain.append(read_version(root, number, wanted))
         if chain[-1].base is None:
             break
         number = chain[-1].base

@@ -50,8 +50,10 @@ class DeltaFiles(ModelFiles):
         self._spool = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115
         # By tensor, the first byte of its frame there, and its checksum.
         self._frames: dict[str, tuple[int, str]] = {}
-        there = {name: f.dtype(name) + str([*f.tensors[name].shape]) for f in base.files for name in f.tensors}
         here = {name: info.dtype + str([*info.shape]) for name, info in infos.items()}
+        # The shapes of tensors of other ranks are not known: those ranks compare them.
+        there = {name: here.get(name, "a tensor") for name in base.weights.file_of}
+        there |= {name: f.dtype(name) + str([*f.tensors[name].shape]) for f in base.files for name in f.tensors}
         for key in sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
             what, expected, got = f"{base.path} has other tensors", there.get(key, "none"), here.get(key, "none")
             remedy = "publish a full version (`publish(model, full=True)`)"

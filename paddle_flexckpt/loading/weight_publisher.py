@@ -192,7 +192,9 @@ class _DeltaPublication(Publication):
         self._root, self._base, self._asked = root, base, asked
 
     def _open_files(self) -> DeltaFiles:
-        before = ResolvedWeights(self._root, read_chain(self._root, self._base))
+        # With a thousand ranks a version has as many files: a rank reads those that have its tensors.
+        own = {name for file in self._own for name in file.names}
+        before = ResolvedWeights(self._root, read_chain(self._root, self._base, wanted=own))
         how = self._asked.encoding, self._asked.checksum
         files = DeltaFiles(self._output, self._all_files, self._infos, before, *how)
         self._closing.callback(files.close)

@@ -16,6 +16,7 @@ import zstandard
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.foreign import huggingface
 from paddle_flexckpt.loading import delta_files, publishing
 from paddle_flexckpt.loading.weight_publisher import WeightPublisher
 from paddle_flexckpt.media.opening import open_storage
@@ -209,6 +210,19 @@ def test_other_tensors_need_a_full_version(tmp_path):
         assert versions(tmp_path) == [1]
     assert publish(tmp_path, {"c": np.zeros(3, np.float32)}, full=True)[0].version == 2
     assert publish(tmp_path, {"c": np.ones(3, np.float32)})[0].base_version == 2
+
+
+def test_a_rank_reads_the_headers_of_the_files_with_its_tensors(tmp_path, monkeypatch):
+    """Four ranks, and four versions with four files each: of each a rank reads one."""
+    values = {f"w{i}": np.full(64, i, np.int32) for i in range(8)}
+    for _ in range(4):
+        publish(tmp_path, values, ranks=4)
+        values = {name: value + 1 for name, value in values.items()}
+    read = []
+    find = huggingface.read_tensor_file
+    monkeypatch.setattr(huggingface, "read_tensor_file", lambda at, *a: (read.append(a), find(at, *a))[1])
+    assert [report.base_version for report in publish(tmp_path, values, ranks=4)] == [4] * 4
+    assert len(read) == 16 + 4 * 4, "the coordinator looks through the chain once"
 
 
 def test_damage_in_the_version_before_is_an_error_on_every_rank(tmp_path):
