@@ -22,6 +22,7 @@ from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.errors import MAX_LISTED
 from paddle_flexckpt.optimizer_states import MASTER, split_state
+from paddle_flexckpt.transfer.name_fits import NameFits
 from paddle_flexckpt.transfer.names import (
     HINT,
     CompatibleNames,
@@ -108,30 +109,52 @@ class Missing:
     def _moved(self, row: int) -> str:
         """Return the statement for a parameter that the source may have under another name; "" without a candidate."""
         key, shape = self._catalog.keys[row], self._catalog.unpadded(row, self._catalog.global_shape)
-        candidates = [] if is_state(key, self.known) else self._unused.get(shape, [])
-        if not candidates:
+        if is_state(key, self.known):
             return ""
-        if len(candidates) > 1:
-            near = get_close_matches(key, candidates[:_MOST_NAMES], 3, 0.0)
-            return (
-                f"if it is one of {near} under another name, give the AOA statement 'NAME -> {quoted(key)}' with that "
-                "name: its states follow; or "
-            )
-        return (
-            f"if it is {candidates[0]!r} under another name, give the AOA statement "
-            f"'{quoted(candidates[0])} -> {quoted(key)}': its states follow; or "
-        )
+        sides = (shape, shape[::-1]) if len(shape) == 2 else (shape,)
+        if not any(self._shapes[name] in sides for name in self._unused):
+            return ""
+        # A name that statements use counts too: it may have been given to another target by mistake.
+        fitting = [name for name in self._source_names.best(key) if self._shapes[name] in sides]
+        is_clear = len(fitting) == 1 and fitting[0] in self._unused and self._lacking.best(fitting[0]) == [key]
+        name = fitting[0] if is_clear else "NAME"
+        plain, turned = (f"'{quoted(name)}{axes} -> {quoted(key)}'" for axes in ("", "^T"))
+        if not is_clear:
+            text = f"{plain} with that name" + f" ({turned} if its axes are in another order)" * (len(shape) == 2)
+            return f"if it is there under another name, give the AOA statement {text}: its states follow; or "
+        text = plain if self._shapes[name] == shape else turned
+        if len(shape) == 2 and shape[0] == shape[1]:
+            text = f"{plain}, or {turned} if the source's axes are in another order, which a square shape does not tell"
+        return f"if it is {name!r} under another name, give the AOA statement {text}: its states follow; or "
 
     @cached_property
-    def _unused(self) -> dict[tuple[int, ...], list[str]]:
-        """Return the source's parameters whose names no target has, by shape."""
-        taken, found = {*self._catalog.keys, *self._compatible.taken}, dict[tuple[int, ...], list[str]]()
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the source's parameters."""
         source, numbers = self._source, np.unique(self._source.key, return_index=True)
-        for number, row in zip(*(each.tolist() for each in numbers)):
-            name = source.keys[number]
-            if name not in taken and not is_state(name, self.known):
-                found.setdefault(source.unpadded(row, source.global_shape), []).append(name)
-        return found
+        pairs = ((source.keys[number], row) for number, row in zip(*(each.tolist() for each in numbers)))
+        return {
+            name: source.unpadded(row, source.global_shape) for name, row in pairs if not is_state(name, self.known)
+        }
+
+    @cached_property
+    def _unused(self) -> set[str]:
+        """Return the source's parameters whose names no target has, and which no statement uses."""
+        mapping = self._mapping
+        used = {*self._catalog.keys, *self._compatible.taken, *self._compatible.names.values()}
+        if mapping is not None:
+            used |= {*mapping.maps.sources, *mapping.removed}
+        return {*self._shapes} - used
+
+    @cached_property
+    def _source_names(self) -> NameFits:
+        return NameFits(self._shapes)
+
+    @cached_property
+    def _lacking(self) -> NameFits:
+        """Return the names of this rank's parameters that nothing fills by their own names."""
+        made = self._there if self._mapping is None else self._there | {*self._mapping.tensors}
+        keys = {*self._catalog.keys} - made - {*self._compatible.names}
+        return NameFits(key for key in keys if not is_state(key, self.known))
 
     def _nearest(self, key: str) -> list[str]:
         """Return the nearest of the source's keys; none if there are keys of the same end, or too many to compare."""

@@ -146,12 +146,78 @@ def test_a_key_that_is_missing_is_a_problem_that_lists_similar_names():
         rank=7,
         expected="float32 [0:4, 6:12] of [4, 12]",
         got="7 keys, among them ['b.c.w', 'c.w', 'e.c.w']",
-        remedy="if it is one of ['b.c.w', 'p.q.c.w', 'e.c.w'] under another name, give the AOA statement "
-        f"'NAME -> a.b.c.w' with that name: its states follow; or {LEFT_ALONE}",
+        remedy="if it is 'b.c.w' under another name, give the AOA statement 'b.c.w -> a.b.c.w': its states follow; or "
+        f"{LEFT_ALONE}",
         code="FC201",
     )
     assert the_refusal(solve, keys("q"), source).got == "7 keys, among them ['a.c.v', 'a.d.w', 'b.c.w']"
     assert the_refusal(solve, keys("p"), keys()).got == "0 keys, among them []"
+
+
+LAYER = {"q": (8, 8), "k": (8, 4), "gate": (8, 12), "up": (8, 12), "down": (12, 8)}
+GIVEN = "if it is '{0}' under another name, give the AOA statement '{0}{1} -> {2}': its states follow; or "
+
+
+def layer(form, names=LAYER, turned=False):
+    """The parameters of a layer, each under a name of a form."""
+    return [Part(form.format(name), LAYER[name][:: -1 if turned else 1]) for name in names]
+
+
+def starts_of(*problems):
+    """The start of each remedy, by key."""
+    return {each.key: each.remedy[: -len(LEFT_ALONE)] for each in problems}
+
+
+@pytest.mark.parametrize("left_out", LAYER)
+def test_a_statement_that_was_left_out_is_given_as_the_others_were(left_out):
+    """Two parameters of one shape, the shape reversed, a square: no other parameter's values are proposed."""
+    here, there = layer("l.0.mlp.{}.weight"), layer("model.layers.0.mlp.{}_proj.weight", turned=True)
+    given = [f"{b.key}^T -> {a.key}" for a, b in zip(here, there) if f".{left_out}." not in a.key]
+    name, target = f"model.layers.0.mlp.{left_out}_proj.weight", f"l.0.mlp.{left_out}.weight"
+    found = starts_of(the_refusal(solve, here, there, given))[target]
+    if left_out == "q":
+        assert f"'{name} -> {target}', or '{name}^T -> {target}' if the source's axes are in another order" in found
+    else:
+        assert found == GIVEN.format(name, "^T", target)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_without_statements_each_parameter_is_given_its_own_name(turned):
+    form = "model.layers.0.mlp.{}_proj.weight"
+    here, there = layer("l.0.{}.weight"), layer(form, turned=turned)
+    found = starts_of(*refusal(solve, [*here, *keys("x")], [*there, *keys("x")]))
+    axes = "^T" if turned else ""
+    for name in ("k", "gate", "up", "down"):
+        assert found[f"l.0.{name}.weight"] == GIVEN.format(form.format(name), axes, f"l.0.{name}.weight")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there"),
+    [
+        ("l.0.down.weight", ["l.0.up_proj.weight"]),  # of the shape, with another name
+        ("l.0.k_proj.weight", ["l.0.v_proj.weight"]),  # only a word that all have
+        ("l.0.proj.weight", ["l.0.q_proj.weight"]),
+        ("l.0.down.weight", ["l.1.down_proj.weight"]),  # another layer
+        ("decoder.q.weight", ["encoder.q_proj.weight"]),
+        ("q.weight", ["a.q_proj.weight", "b.q_proj.weight"]),  # one fits as well as the other
+        ("q.weight", ["q.bias"]),
+    ],
+)
+def test_no_name_is_better_than_one_that_does_not_fit(wanted, there):
+    found = starts_of(the_refusal(solve, keys(wanted, "x"), keys(*there, "x")))[wanted]
+    hint = f"'NAME -> {wanted}' with that name ('NAME^T -> {wanted}' if its axes are in another order)"
+    assert found == f"if it is there under another name, give the AOA statement {hint}: its states follow; or "
+
+
+def test_a_name_that_fits_two_targets_or_was_used_is_given_to_none():
+    found = starts_of(*refusal(solve, keys("a.q.weight", "b.q.weight", "x"), keys("q_proj.weight", "x")))
+    assert all("NAME -> " in text for text in found.values())
+    # down_proj was given to up by mistake.
+    wanted, there = keys("up.weight", "down.weight"), keys("up_proj.weight", "down_proj.weight")
+    found = starts_of(the_refusal(solve, wanted, there, ["down_proj.weight -> up.weight"]))
+    assert "NAME -> down.weight" in found["down.weight"]
+    # Nothing is left.
+    assert starts_of(the_refusal(solve, keys("v", "w"), keys("v"))) == {"w": ""}
 
 
 def test_a_misspelt_key_is_a_problem_that_lists_the_nearest_names():
