@@ -5,40 +5,70 @@ Tested in tests/rollout/test_engine_client.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from paddle_flexckpt.catalog import EngineError, EngineLostError
+from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
 
 PROTOCOL = 1
 TIMEOUT_SECONDS = 600.0
+# An owner that calls nothing for so long counts as dead. One that lives asks again after half of it.
+SILENCE_SECONDS = 10.0
+
+
+class OvertakenError(CheckpointError):
+    """An error of a switch that owns its engine no more, and may change nothing there."""
 
 
 class EngineClient:
-    """The routes of a vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``)."""
+    """The routes of a vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``).
+
+    Attributes:
+        url: The server.
+        owner: The name under which this client changes the engine; "" if it has none.
+    """
 
     def __init__(self, url: str, timeout: float = TIMEOUT_SECONDS) -> None:
         """Take the server's URL, and the seconds that a call may take. Nothing is sent yet."""
-        self.url, self._timeout = url.rstrip("/"), timeout
+        self.url, self.owner, self._timeout, self._heard = url.rstrip("/"), "", timeout, 0.0
         # A proxy of the environment is for the world outside; engines are within the cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def workers(self, method: str, *arguments: str) -> list[dict[str, Any]]:
+    def workers(self, method: str, *arguments: str, owner: str | None = None) -> list[dict[str, Any]]:
         """Call a method of the extension on all workers; return their answers, by rank.
 
         Raises:
             EngineError: The engine cannot be reached, or its workers have no such method.
+            OvertakenError: Another one than ``owner`` (by default this client's) owns the engine.
+            EngineLostError: The answers are those of another call.
         """
-        body = {"method": method, "args": list(arguments), "timeout": self._timeout}
-        results = self._request("POST", "/collective_rpc", body).get("results")
+        begin, call, owner = time.monotonic(), secrets.token_hex(8), self.owner if owner is None else owner
+        named = {"call": call, "owner": owner} if owner else {"call": call}
+        # The engine gets no timeout: after one it would give late answers to later calls.
+        results = self._request(
+            "POST", "/collective_rpc", {"method": method, "args": list(arguments), "kwargs": named}
+        ).get("results")
         if not isinstance(results, list) or not results or not all(isinstance(each, dict) for each in results):
             raise EngineError(f"{self.url}: {method} has answered {results!r}, and not an object for each worker")
         if not all(isinstance(each.get("ok"), bool) for each in results):
             raise EngineError(f"{self.url}: {method} has answered {results!r}: that is no answer of our extension")
+        if any(each.get("call") != call for each in results):
+            with contextlib.suppress(EngineError):
+                self._request("POST", "/pause?mode=keep")
+            raise lost(self.url, f"{method} was given the answers of another call, so the engine has lost count")
+        if any(str(each.get("error")).startswith("OwnerError:") for each in results):
+            raise OvertakenError(
+                f"{self.url}: {method}: {failures(results)}. All ranks have one version. Remedy (FC952): let one "
+                "trainer at a time push to this engine, and push again"
+            )
+        self._heard = begin
         return results
 
     def status(self, *directory: str) -> list[dict[str, Any]]:
@@ -48,7 +78,7 @@ class EngineClient:
             EngineError: The engine cannot be reached, or its workers have not our extension, or another version of it.
             EngineLostError: A worker demands that the engine be started again.
         """
-        states = self.workers("flex_status", *directory)
+        states = self.workers("flex_status", *directory, owner="")
         refuse(self.url, "flex_status", states)
         protocols = sorted({str(each.get("protocol")) for each in states})
         if protocols != [str(PROTOCOL)]:
@@ -65,13 +95,22 @@ class EngineClient:
             raise lost(self.url, "an earlier update could neither be finished nor undone")
         return states
 
+    def begin(self, owner: str, before: str) -> None:
+        """Own the engine under a name, in place of another owner: the workers refuse that one's calls from now on.
+
+        Raises:
+            OvertakenError: Yet another one owns it.
+        """
+        self.owner = owner
+        self.workers("flex_begin", owner, owner=before)
+
     def pause(self) -> None:
         """Have the engine stop computing; requests under way stay, and go on when it resumes."""
-        self._request("POST", "/pause?mode=keep")
+        self._change("/pause?mode=keep")
 
     def resume(self) -> None:
         """Have the engine compute again."""
-        self._request("POST", "/resume")
+        self._change("/resume")
 
     def is_paused(self) -> bool:
         """Return whether the engine is paused."""
@@ -79,9 +118,15 @@ class EngineClient:
 
     def set_version(self, version: str) -> None:
         """Drop what was computed with earlier weights, and tell the engine the version of these."""
-        if self._request("POST", "/reset_prefix_cache?reset_running_requests=true").get("success") is False:
+        if self._change("/reset_prefix_cache?reset_running_requests=true").get("success") is False:
             raise EngineError(f"{self.url}: the engine did not drop its prefix cache")
-        self._request("POST", "/update_weight_version", {"new_version": version})
+        self._change("/update_weight_version", {"new_version": version})
+
+    def _change(self, route: str, body: Any = None) -> dict[str, Any]:
+        """Call a route that asks for no owner; if this client has slept, it asks first whether it still is."""
+        if self.owner and time.monotonic() - self._heard > SILENCE_SECONDS / 2:
+            self.begin(self.owner, self.owner)
+        return self._request("POST", route, body)
 
     def _request(self, method: str, route: str, body: Any = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()

@@ -7,10 +7,13 @@ here knows an engine: what a worker needs of it is :class:`Engine`. Tested in te
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -63,21 +66,48 @@ class Version(NamedTuple):
     path: str = ""
 
 
-def answer(rank: int, function: Callable[..., Mapping[str, Any]], arguments: Sequence[Any]) -> dict[str, Any]:
-    """Return a call's results as a status, whatever happens: an engine loses count of replies where a worker raises."""
+class OwnerError(ValidationError):
+    """Another switch owns the worker."""
+
+
+def answer(
+    rank: int,
+    function: Callable[..., Mapping[str, Any]],
+    arguments: Sequence[Any],
+    named: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return a call's results as a status, whatever happens: an engine loses count of replies where a worker raises.
+
+    The status has the ``call`` of the named arguments, by which the caller knows that it is of that call.
+    """
+    status = {"ok": True, "rank": rank, "call": named.get("call", "")}
     try:
-        return {"ok": True, "rank": rank, **function(*arguments)}
+        return {**status, **function(*arguments, **{name: each for name, each in named.items() if name != "call"})}
     except (KeyboardInterrupt, SystemExit):  # the process ends
         raise
     except BaseException as error:
-        return {"ok": False, "rank": rank, "error": f"{type(error).__name__}: {error}"}
+        return {**status, "ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
+def _of_owner(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Declare that a method is refused unless the worker's owner calls it."""
+
+    @functools.wraps(method)
+    def call(self: EngineWorker, *arguments: str, owner: str = "") -> dict[str, Any]:
+        self._check_owner(owner)
+        try:
+            return method(self, *arguments)
+        finally:
+            self._heard = time.monotonic()
+
+    return call
 
 
 class EngineWorker:
     """One rank of an engine.
 
     A version is staged, committed on all ranks, and then accepted. Until then :meth:`rollback` restores the version
-    that was accepted last, which is the same on every rank.
+    that was accepted last, which is the same on every rank. While it has an owner, it refuses changes by others.
     """
 
     def __init__(self, engine: Engine, directory: str) -> None:
@@ -89,6 +119,7 @@ class EngineWorker:
         self._current: Version | None = self._accepted
         self._staged: Version | None = None
         self._needs_restart = False
+        self._owner, self._heard = "", time.monotonic()
 
     def status(self, directory: str = DIRECTORY) -> dict[str, Any]:
         """Return what this worker holds, the segments that it has mapped, and the identity of their directory."""
@@ -101,9 +132,20 @@ class EngineWorker:
             "instance": self._instance,
             "place": place_of_directory(directory),
             "needs_restart": self._needs_restart,
+            "owner": self._owner,
+            "silent": time.monotonic() - self._heard,
             "protocol": PROTOCOL,
         }
 
+    @_of_owner
+    def begin(self, owner: str) -> dict[str, Any]:
+        """Take a new owner, or none (""), in place of the one that calls; drop what that one has staged."""
+        if owner != self._owner:
+            self._drop_staged()
+        self._owner = owner
+        return {}
+
+    @_of_owner
     def stage(self, version: str, path: str) -> dict[str, Any]:
         """Map a segment and compare its names, element types and shapes with the engine's checkpoint.
 
@@ -114,7 +156,7 @@ class EngineWorker:
             CorruptCheckpointError: It is not a whole safetensors file.
         """
         self._check_usable()
-        self.discard()
+        self._drop_staged()
         if not isinstance(version, str) or version in ("", BASE, UNDEFINED):
             raise ValidationError(f"a version cannot have the name {version!r}")
         tensors = MappedTensors([path])
@@ -125,6 +167,7 @@ class EngineWorker:
         self._staged = Version(version, tensors, path)
         return {"tensors": len(tensors.kinds)}
 
+    @_of_owner
     def commit(self, version: str) -> dict[str, Any]:
         """Load the staged version; the engine has to be paused.
 
@@ -143,13 +186,14 @@ class EngineWorker:
         self._current = staged
         return {"version": version}
 
+    @_of_owner
     def rollback(self) -> dict[str, Any]:
         """Drop what is staged, and restore the version that was accepted last; the engine has to be paused.
 
         After an error the worker refuses to stage and to commit: the engine has to be restarted.
         """
         self._check_usable()
-        self.discard()
+        self._drop_staged()
         if self._current is not self._accepted:
             self._current, self._needs_restart = None, True
             with self._arrays(self._accepted) as arrays:
@@ -157,6 +201,7 @@ class EngineWorker:
             self._current, self._needs_restart = self._accepted, False
         return {"version": self._accepted.name}
 
+    @_of_owner
     def accept(self, version: str) -> dict[str, Any]:
         """Drop the version before; ``released`` says whether its segment is no longer mapped.
 
@@ -168,10 +213,10 @@ class EngineWorker:
         before, self._accepted = self._accepted, self._current
         return {"released": before is self._accepted or before.tensors is None or before.tensors.close()}
 
+    @_of_owner
     def discard(self) -> dict[str, Any]:
         """Drop what is staged; ``released`` says whether its segment is no longer mapped."""
-        staged, self._staged = self._staged, None
-        return {"released": staged is None or staged.tensors is None or staged.tensors.close()}
+        return {"released": self._drop_staged()}
 
     def digests(self, request: str) -> dict[str, Any]:
         """Compare digests with the bytes of the current version, and these with the live parameters.
@@ -199,6 +244,15 @@ class EngineWorker:
             "live_unreadable": len(live.unreadable),
             "live_unreadable_names": dict(list(live.unreadable.items())[:_MOST_NAMES]),
         }
+
+    def _drop_staged(self) -> bool:
+        staged, self._staged = self._staged, None
+        return staged is None or staged.tensors is None or staged.tensors.close()
+
+    def _check_owner(self, owner: str) -> None:
+        if owner != self._owner:
+            now = f"{self._owner!r} switches" if self._owner else "nobody switches"
+            raise OwnerError(f"{now} this engine now{f', and not {owner!r}' if owner else ''}")
 
     def _check_usable(self) -> None:
         if self._needs_restart:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -18,18 +20,22 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
 from paddle_flexckpt.catalog.errors import without_remedy
-from paddle_flexckpt.rollout.engine_client import EngineClient, failures, lost, refuse
+from paddle_flexckpt.rollout import engine_client
+from paddle_flexckpt.rollout.engine_client import EngineClient, OvertakenError, failures, lost, refuse
 
 # How the engine calls the weights that it was started with.
 BASE_LABEL = "default"
 # The most attempts to have a version accepted, which is being served.
 ACCEPTS = 3
+# How long a switch waits for another one that lives.
+PATIENCE_SECONDS = 600.0
 
 
 def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
     """Have an engine serve the weights of a segment: on all its ranks, or on none.
 
-    It stages while it serves. Then it is paused, and goes on with the new version or with the one before.
+    It stages while it serves. Then it is paused, and goes on with the new version or with the one before. The switch
+    owns the engine meanwhile. It waits for another that is at work, and takes over from one that is silent.
 
     Args:
         engine: The engine.
@@ -43,7 +49,45 @@ def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
     Raises:
         EngineError: The engine serves the version it had.
         EngineLostError: It has to be started again; it is paused.
+        OvertakenError: Another switch owns it now, and has it serve one version.
     """
+    try:
+        _own(engine)
+        return _switch(engine, version, path)
+    except OvertakenError:
+        # A call of this switch may have arrived after the other one's end.
+        with contextlib.suppress(CheckpointError):
+            engine.begin(_name(), "")
+            _undo_halves(engine)
+            _set_label(engine)
+        raise
+    finally:
+        with contextlib.suppress(CheckpointError):
+            engine.begin("", engine.owner)
+
+
+def _name() -> str:
+    return f"{socket.gethostname()} (process {os.getpid()}, {secrets.token_hex(4)})"
+
+
+def _own(engine: EngineClient) -> None:
+    """Own the engine; wait while another switch does, as long as that one calls its workers."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        states = engine.status()
+        before, silent = str(states[0].get("owner")), min(float(each.get("silent", 0)) for each in states)
+        if not before or silent >= engine_client.SILENCE_SECONDS:
+            with contextlib.suppress(OvertakenError):  # yet another one was faster
+                return engine.begin(_name(), before)
+        elif time.monotonic() >= end:
+            raise EngineError(
+                f"{engine.url}: {before} has been switching it for {PATIENCE_SECONDS:.0f} s. All ranks have one "
+                "version. Remedy (FC952): wait until that push has ended, or end its process, and push again"
+            )
+        time.sleep(0.1)
+
+
+def _switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
     begin, released, key = time.perf_counter(), False, key_of(version, path)
     _undo_halves(engine)
     staged = engine.workers("flex_stage", key, path)
@@ -63,7 +107,7 @@ def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
         except EngineError as error:
             _roll_back(engine, error)
             raise
-    except EngineLostError:
+    except (EngineLostError, OvertakenError):
         raise
     except BaseException:
         with contextlib.suppress(EngineError):
@@ -114,11 +158,16 @@ def _roll_back(engine: EngineClient, error: EngineError) -> None:
     """Have all ranks return to the version accepted last; raise EngineLostError if one cannot."""
     try:
         refuse(engine.url, "flex_rollback", engine.workers("flex_rollback"))
-        name, _, segment = _check_agreed(engine).partition("@")
-        engine.set_version(name if segment else BASE_LABEL)
+        _set_label(engine)
     except EngineError as second:
         text = f"{without_remedy(error)}; and it could not be undone: {without_remedy(second)}"
         raise lost(engine.url, text) from error
+
+
+def _set_label(engine: EngineClient) -> None:
+    """Tell the engine the version that all its ranks have, by the name that its trainer gave it."""
+    name, _, segment = _check_agreed(engine).partition("@")
+    engine.set_version(name if segment else BASE_LABEL)
 
 
 def _check_agreed(engine: EngineClient) -> str:

@@ -36,11 +36,11 @@ def register() -> None:
 def _method(name: str) -> Callable[..., dict[str, Any]]:
     """Return the method of a worker that calls one of its :class:`EngineWorker`, and answers a status."""
 
-    def method(self: Any, *arguments: str) -> dict[str, Any]:
-        def call() -> dict[str, Any]:
-            return getattr(worker_of(self.model_runner.get_model(), self.vllm_config), name)(*arguments)
+    def method(self: Any, *arguments: str, **named: str) -> dict[str, Any]:
+        def call(*arguments: str, **named: str) -> dict[str, Any]:
+            return getattr(worker_of(self.model_runner.get_model(), self.vllm_config), name)(*arguments, **named)
 
-        return answer(self.rank, call, ())
+        return answer(self.rank, call, arguments, named)
 
     return method
 
@@ -50,13 +50,14 @@ class FlexExtension:
 
     flex_worker_status = _method("status")
 
-    def flex_status(self: Any, *arguments: str) -> dict[str, Any]:
+    def flex_status(self: Any, *arguments: str, **named: str) -> dict[str, Any]:
         """Return the worker's status, and how many engines the server has: it passes on the answers of the first."""
         return {
-            **self.flex_worker_status(*arguments),
+            **self.flex_worker_status(*arguments, **named),
             "data_parallel_size": self.vllm_config.parallel_config.data_parallel_size,
         }
 
+    flex_begin = _method("begin")
     flex_stage = _method("stage")
     flex_commit = _method("commit")
     flex_rollback = _method("rollback")

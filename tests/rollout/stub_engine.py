@@ -22,7 +22,9 @@ import xxhash
 from paddle_flexckpt.rollout.engine_worker import EngineWorker, answer
 from tests.rollout.numpy_engine import Arrays, NumpyEngine, workers
 
-_METHODS = {f"flex_{name}" for name in ("status", "stage", "commit", "rollback", "accept", "discard", "digests")}
+_METHODS = {
+    f"flex_{name}" for name in ("status", "begin", "stage", "commit", "rollback", "accept", "discard", "digests")
+}
 
 
 class Dropped(Exception):
@@ -168,7 +170,8 @@ class StubEngine:
             if name in ("commit", "rollback") and self.paused is None:
                 return _error(500, f"{name} of an engine that is not paused")
             results = [
-                answer(rank, getattr(worker, name), body.get("args", [])) for rank, worker in enumerate(self.workers)
+                answer(rank, getattr(worker, name), body.get("args", []), body.get("kwargs", {}))
+                for rank, worker in enumerate(self.workers)
             ]
         return 200, {"results": results}
 

@@ -368,6 +368,8 @@ def test_a_switch_that_is_killed(stub, monkeypatch):
     change(model, 2)
     with pytest.raises(fc.CheckpointError, match=r"was killed. Remedy \(FC952\): push again"):
         channel.push(model)
+    for worker in stub.workers:
+        worker._heard -= 60  # its owner has said nothing for a minute
     change(model, 3)
     channel.push(model)
     assert stub.holds(weights(3))

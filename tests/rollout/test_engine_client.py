@@ -81,3 +81,21 @@ def test_the_version_is_set_and_the_prefix_cache_dropped(stub):
     EngineClient(stub.url).set_version("v7")
     assert stub.calls == ["/reset_prefix_cache", "/update_weight_version"]
     assert stub.weight_version == "v7"
+
+
+def test_late_answers_are_told_from_others(stub, monkeypatch):
+    """After a timeout of its own, the engine gives each call the answers of the one before."""
+    client, answers = EngineClient(stub.url), []
+    reply = stub._post_collective_rpc
+
+    def late(query, body):
+        assert "timeout" not in body
+        answers.append(reply(query, body))
+        return answers[-2]
+
+    client.status()
+    answers.append(reply({}, {"method": "flex_status"}))
+    monkeypatch.setattr(stub, "_post_collective_rpc", late)
+    with pytest.raises(EngineLostError, match=r"flex_status was given the answers of another call.*FC953"):
+        client.status()
+    assert stub.paused == "keep"

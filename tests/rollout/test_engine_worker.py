@@ -277,7 +277,34 @@ def test_an_answer_is_a_status_whatever_is_raised() -> None:
     def fail(error: BaseException) -> dict:
         raise error
 
-    assert answer(3, fail, [Panic("no")]) == {"ok": False, "rank": 3, "error": "Panic: no"}
+    assert answer(3, fail, [Panic("no")], {"call": "7"}) == {"ok": False, "rank": 3, "call": "7", "error": "Panic: no"}
     assert answer(3, fail, [CheckpointError("no")])["error"] == "CheckpointError: no"
     with pytest.raises(SystemExit):  # the engine ends this process
         answer(3, fail, [SystemExit()])
+
+
+def test_an_owner_refuses_the_changes_of_others(ranks: Ranks) -> None:
+    ranks.stage("1", ONE)
+
+    def call(name: str, *arguments: str, owner: str) -> list[dict]:
+        return [answer(0, getattr(worker, name), arguments, {"owner": owner}) for worker in ranks.workers]
+
+    assert all(each["ok"] for each in call("begin", "a", owner=""))
+    assert {(each["owner"], each["staged"]) for each in ranks.call("status")} == {("a", None)}
+    assert {each["error"] for each in call("begin", "b", owner="")} == {"OwnerError: 'a' switches this engine now"}
+    path = segment(ranks.path / "2.safetensors", TWO)
+    assert all(each["ok"] for each in call("stage", "2", path, owner="a"))
+    assert all(each["ok"] for each in call("begin", "a", owner="a"))
+    assert {each["staged"] for each in ranks.call("status")} == {"2"}
+    assert all(each["ok"] for each in call("begin", "b", owner="a"))
+    for name, arguments in (("stage", ["2", path]), ("commit", ["2"]), ("rollback", []), ("accept", ["base"])):
+        for owner in ("", "a"):
+            assert {each["error"].partition(",")[0] for each in call(name, *arguments, owner=owner)} == {
+                "OwnerError: 'b' switches this engine now"
+            }
+    assert ranks.hold(BASE)
+    assert all(each["ok"] for each in call("begin", "", owner="b"))
+    assert {each["error"] for each in call("rollback", owner="b")} == {
+        "OwnerError: nobody switches this engine now, and not 'b'"
+    }
+    assert ranks.commit("2", TWO) == [True, True]

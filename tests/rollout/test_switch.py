@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 
 import pytest
 
-from paddle_flexckpt.catalog import EngineError, EngineLostError
-from paddle_flexckpt.rollout.engine_client import EngineClient
+from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
+from paddle_flexckpt.rollout import engine_client
+from paddle_flexckpt.rollout.engine_client import EngineClient, OvertakenError
 from paddle_flexckpt.rollout.switch import SwitchProcess, switch
 from tests.rollout.numpy_engine import model_directory, segment, weights
 from tests.rollout.stub_engine import StubEngine
 
 CALLS = [
+    "flex_status",
+    "flex_begin",
     "flex_status",
     "/is_paused",
     "flex_stage",
@@ -23,6 +28,7 @@ CALLS = [
     "/update_weight_version",
     "flex_accept",
     "/resume",
+    "flex_begin",
 ]
 # Calls after which an engine serves the new version, even if their answers are lost.
 AFTER = ("flex_accept", "/resume")
@@ -33,6 +39,12 @@ def stub(tmp_path):
     engine = StubEngine(model_directory(tmp_path / "base", weights(0)), weights(0), ranks=2)
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Another switch counts as dead as soon as it says nothing."""
+    monkeypatch.setattr(engine_client, "SILENCE_SECONDS", 0.0)
 
 
 def path(tmp_path, seed):
@@ -128,7 +140,7 @@ def test_the_label_and_the_cache_go_back_with_the_weights(stub, tmp_path):
         before = int(version) - 1
         assert stub.holds(weights(before))
         assert stub.weight_version == (str(before) if before else "default")
-        assert stub.calls[-4:-1] == ["flex_status", "/reset_prefix_cache", "/update_weight_version"]
+        assert stub.calls[-5:-2] == ["flex_status", "/reset_prefix_cache", "/update_weight_version"]
         switch(client, version, path(tmp_path, int(version)))
 
 
@@ -159,14 +171,113 @@ def test_what_does_not_fit_is_refused_while_the_engine_serves(stub, tmp_path):
     with pytest.raises(EngineError, match=r"was not staged: engine rank 0: .*'head'.*engine rank 1"):
         switch(EngineClient(stub.url), "1", segment(tmp_path / "x.safetensors", other))
     assert "/pause" not in stub.calls
-    assert stub.calls[-1] == "flex_discard"
+    assert stub.calls[-2] == "flex_discard"
 
 
-@pytest.mark.parametrize("call", CALLS)
+# -- two switches at once ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("at", range(len(CALLS) - 1))
+def test_a_switch_that_another_overtakes_changes_nothing_more(stub, tmp_path, impatient, at, fails):
+    """The newer one runs from beginning to end while a call of the older is under way; its load may fail."""
+    switch(EngineClient(stub.url), "1", path(tmp_path, 1))
+    paths, outcomes = {seed: path(tmp_path, seed) for seed in (2, 3)}, []
+
+    def overtake():
+        if fails:
+            stub.faults["flex_commit"].append(lambda: setattr(stub.engines[1], "failing_loads", [2]))
+        with contextlib.suppress(CheckpointError):
+            outcomes.append(switch(EngineClient(stub.url), "3", paths[3]))
+        outcomes.append(next(seed for seed in (1, 2, 3) if stub.holds(weights(seed))))
+
+    call = CALLS[at]
+    stub.faults[call] = [lambda: None] * CALLS[:at].count(call) + [overtake]
+    with contextlib.suppress(CheckpointError):
+        switch(EngineClient(stub.url), "2", paths[2])
+    newest = outcomes[-1]
+    assert newest == 3 or fails
+    assert stub.holds(weights(newest if at > 1 else 2))
+    (version,) = {each["version"] for each in EngineClient(stub.url).status()}
+    assert stub.weight_version == version.partition("@")[0]
+    assert stub.paused is None
+    switch(EngineClient(stub.url), "4", path(tmp_path, 4))
+    assert stub.holds(weights(4))
+
+
+def test_the_error_of_a_switch_that_was_overtaken_says_by_whom(stub, tmp_path, impatient):
+    stub.faults["flex_commit"] = [lambda: EngineClient(stub.url).workers("flex_begin", "x", owner=owner(stub))]
+    with pytest.raises(OvertakenError, match=r"OwnerError: 'x' switches this engine now.*Remedy \(FC952\): let one"):
+        switch(EngineClient(stub.url), "1", path(tmp_path, 1))
+    # It is the other one's to resume.
+    assert (stub.paused, owner(stub)) == ("keep", "x")
+    assert stub.holds(weights(0))
+    switch(EngineClient(stub.url), "2", path(tmp_path, 2))
+    assert stub.holds(weights(2))
+    assert stub.paused is None
+
+
+def owner(stub):
+    (name,) = {each["owner"] for each in EngineClient(stub.url).status()}
+    return name
+
+
+def test_a_switch_that_lives_is_waited_for(stub, tmp_path):
+    held, done, begun = threading.Event(), [], threading.Event()
+
+    def hold():
+        begun.set()
+        held.wait(60)
+
+    stub.faults["flex_stage"] = [hold]
+    paths = {seed: path(tmp_path, seed) for seed in (1, 2)}
+
+    def run(seed):
+        switch(EngineClient(stub.url), str(seed), paths[seed])
+        done.append(seed)
+
+    threads = [threading.Thread(target=run, args=[seed]) for seed in (1, 2)]
+    threads[0].start()
+    assert begun.wait(60)
+    asked = stub.calls.count("flex_status")
+    threads[1].start()
+    while stub.calls.count("flex_status") < asked + 2:
+        pass
+    held.set()
+    for thread in threads:
+        thread.join()
+    assert done == [1, 2]
+    assert stub.holds(weights(2))
+    assert stub.calls.count("flex_begin") == 4
+
+
+def test_a_switch_does_not_wait_for_ever(stub, tmp_path, monkeypatch):
+    monkeypatch.setattr("paddle_flexckpt.rollout.switch.PATIENCE_SECONDS", 0.0)
+    EngineClient(stub.url).workers("flex_begin", "host-7 (process 12)")
+    with pytest.raises(EngineError, match=r"host-7 \(process 12\) has been switching it.*FC952\): wait until"):
+        switch(EngineClient(stub.url), "1", path(tmp_path, 1))
+    assert owner(stub) == "host-7 (process 12)"
+
+
+@pytest.mark.parametrize("call", ["/pause", "/reset_prefix_cache", "/resume"])
+def test_a_switch_that_slept_asks_whether_the_engine_is_still_its_own(stub, tmp_path, monkeypatch, call):
+    """Routes of the engine name no owner."""
+    before = {"/pause": "flex_stage", "/reset_prefix_cache": "flex_commit", "/resume": "flex_accept"}[call]
+
+    def sleep():
+        monkeypatch.setattr(engine_client, "SILENCE_SECONDS", -1.0)
+
+    stub.faults[before] = [sleep]
+    switch(EngineClient(stub.url), "1", path(tmp_path, 1))
+    assert stub.calls[stub.calls.index(call) - 1] == "flex_begin"
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("call", CALLS[:-1])
 def test_a_switch_that_dies_is_finished_or_undone_by_the_next(stub, tmp_path, call):
     switch(EngineClient(stub.url), "1", path(tmp_path, 1))
     process = SwitchProcess(stub.url, 30.0)
-    stub.faults[call] = [process._process.kill, "drop after"][:1]
+    stub.faults[call] = [process._process.kill]
     process.begin("2", path(tmp_path, 2))
     with pytest.raises(EngineError, match=r"was killed. Remedy \(FC952\): push again"):
         process.result()
