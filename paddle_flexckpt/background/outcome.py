@@ -9,7 +9,7 @@ Tested in tests/background/test_outcome.py and tests/background/test_ranks.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from paddle_flexckpt.background.protocol import WriteJob
@@ -109,11 +109,9 @@ def commit_on_nodes(
         outcome.seconds["write"] = time.perf_counter() - begin
         save.run(save.merge(parts), outcome.warnings, meter)
     except LostRankError as error:
-        if save.is_published:
-            text = f"the save is complete, but files that it does not need may be left: {error}"
-            outcome.warnings.append(text)
-        else:
-            outcome.failure = _end_after_loss(job, directory, save, error)
+        outcome.failure = _end_after_loss(job, directory, save, error)
+        if outcome.failure is None:
+            outcome.warnings.append(f"the save is complete, but files that it does not need may be left: {error}")
     except CheckpointError as error:
         outcome.failure = Failure.of(error)
         save.discard()
@@ -124,12 +122,21 @@ def commit_on_nodes(
 
 
 def _end_after_loss(job: WriteJob, directory: NodeDirectory, save: NodeCommit, error: LostRankError) -> Failure | None:
-    """Return the outcome of a save to nodes that has lost a member before it knew that all have published.
+    """Return the outcome of a save to nodes that has lost a member.
 
-    If all nodes had prepared it, some may have published it. It has failed on all ranks then, wherever they look.
+    If all nodes had prepared it, some may have published it. Unless all are known to have done so, it has failed on all
+    ranks then, wherever they look. What the coordinator's last answer was, and whom it reached, only members know. So
+    the first of them that lives, in the order of all, decides by what it knows, and the others ask it.
     """
     if isinstance(error, LostCoordinatorError):
-        return look_for_manifest(job, directory)
+        # One that was silent until now is not waited for again.
+        members = _in_turn(job)[error.__cause__ is None :]
+        answer = _ask(job, members[: members.index(job.position)])
+        if answer is not None:
+            return Failure.decode(answer) if answer else None
+        return None if save.is_published else look_for_manifest(job, directory)
+    if save.is_published:
+        return None
     if save.is_prepared:
         return Failure(LostRankError.__name__, (f"{SOME_PUBLISHED}: {error}",))
     save.lose_rank()
@@ -159,28 +166,43 @@ def find_outcome(job: WriteJob, directory: SaveDirectory, end_of_writer: str) ->
         directory: The directory of the save.
         end_of_writer: The way the writer has ended.
     """
+    answer = _ask(job, _in_turn(job))
+    if answer is None:
+        return look_for_manifest(job, directory, end_of_writer)
+    return Failure.decode(answer) if answer else None
+
+
+def _in_turn(job: WriteJob) -> list[int]:
+    """Return the positions of the members that may know the outcome of a save, the same list on all ranks.
+
+    The coordinator comes first. Of a save to nodes, the others follow, and those that commit before those that do not.
+    """
+    nodes = () if job.layout is None else job.layout.nodes
+    places = sorted((place, position) for members in nodes for place, position in enumerate(members))
+    return [*dict.fromkeys((job.coordinator_position, *(position for _, position in places)))]
+
+
+def _ask(job: WriteJob, members: Iterable[int]) -> bytes | None:
+    """Return the outcome of a save as the first of other members knows it that answers; None if none does."""
     ends = time.monotonic() + job.timeout
-    # After a save to nodes, others know more than the directory of this one.
-    committers = () if job.layout is None else (members[0] for members in job.layout.nodes)
-    for position in dict.fromkeys((job.coordinator_position, *committers)):
-        if position != job.position:
-            left = max(0.0, ends - time.monotonic())
-            answer = ask_outcome(job.addresses[position], bytes.fromhex(job.names.token), left)
-            if answer is not None:
-                return Failure.decode(answer) if answer else None
-    return look_for_manifest(job, directory, end_of_writer)
+    token = bytes.fromhex(job.names.token)
+    answers = (
+        ask_outcome(job.addresses[position], token, max(0.0, ends - time.monotonic()))
+        for position in members
+        if position != job.position
+    )
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def look_for_manifest(job: WriteJob, directory: SaveDirectory, end_of_writer: str = "") -> Failure | None:
     """Return the outcome of a save whose coordinator's writer has died, or does not answer.
 
-    If the manifest is there, it is made durable, and the save is committed; on one of several nodes only if its marker
-    has gone too, which stays until all nodes have published. ``end_of_writer`` is the way the writer has ended, if that
-    is known.
+    If the manifest is there, it is made durable, and the save is committed. One of several nodes does not show what the
+    others have. ``end_of_writer`` is the way the writer has ended, if that is known.
     """
     has_others = job.layout is not None and len(job.layout.nodes) > 1
     try:
-        if directory.is_committed(job.names) and not (has_others and directory.sees(job.names)):
+        if not has_others and directory.is_committed(job.names):
             directory.backend.sync()  # the coordinator may not have come to the commit yet
             return None
     except OSError as error:

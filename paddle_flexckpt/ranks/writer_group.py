@@ -29,7 +29,7 @@ _OTHER_FILES = 200
 # The error text about a lost coordinator.
 UNKNOWN_OUTCOME = (
     "its background writer has ended, or has not decided within {timeout:g} s: it is not known what became of the "
-    "save. Remedy (FC404): look whether the checkpoint is there"
+    "save. Remedy (FC404): look whether the checkpoint is there; a load or restore() takes it if it is"
 )
 
 
@@ -83,6 +83,27 @@ class _Link:
             return None
         self._arriving = None
         return arriving
+
+
+class _Patience:
+    """A wait of so many seconds, again and again as long as bytes move: a link that moves none in one is silent."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin to wait, or begin again."""
+        self._begin = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return max(0.0, self._begin + self._seconds - time.monotonic())
+
+    def is_silent(self, link: _Link | None) -> bool:
+        """Return whether no byte has moved since the wait began; ``link`` is None if there is no connection."""
+        return link is None or link.moved <= self._begin
 
 
 class WriterGroup(Communicator):
@@ -195,17 +216,18 @@ class WriterGroup(Communicator):
         Raises:
             LostRankError: A member has died, does not come, or has ended the save; all others get that text.
         """
-        deadline = time.monotonic() + self._timeout
         messages: dict[int, tuple[bytes, bytes]] = {}
         others = {*range(self.size)} - {self.position}
         absent, watch = others - self._links.keys(), DeathWatch(self._addresses)
         try:
             for link in self._links.values():
                 self._invite(link)
+                self._listener.selector.register(link.connection, selectors.EVENT_READ, link)
+            patience = _Patience(self._timeout)
             while len(messages) < len(others):
                 self._admit(absent)
-                left, dead = deadline - time.monotonic(), watch.look(absent)
-                if dead or left <= 0:
+                left, dead = patience.left, watch.look(absent)
+                if dead or not left:
                     # A member that had connected before is still admitted.
                     self._listener.serve()
                     self._admit(absent)
@@ -213,9 +235,14 @@ class WriterGroup(Communicator):
                 if dead:
                     raise self._give_up(self._problems(dead, _gone()))
                 ready = self._listener.select(min(left, FIRST_LOOK_SECONDS) if absent else left)
-                if not ready and left <= 0:
-                    silent = sorted(others - messages.keys())
-                    raise self._give_up(self._problems(silent, _slow(self._timeout)))
+                if not ready and not left:
+                    missing = sorted(others - messages.keys())
+                    silent = [each for each in missing if patience.is_silent(self._links.get(each))]
+                    if silent:
+                        raise self._give_up(self._problems(silent, _slow(self._timeout)))
+                    for link in self._links.values():
+                        self._invite(link)
+                    patience.renew()
                 for link in ready:
                     try:
                         message = link.receive(self._exchanges)
@@ -243,14 +270,14 @@ class WriterGroup(Communicator):
             absent.discard(position)
             with contextlib.suppress(OSError):  # it has died, which is found out soon
                 prepare(connection)
-            self._links[position] = _Link(connection, position)
-            self._invite(self._links[position])
+            self._links[position] = link = _Link(connection, position)
+            self._invite(link)
+            self._listener.selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _invite(self, link: _Link) -> None:
-        """Inform a member, by an empty message, that the coordinator takes part; from now on listen to the member."""
+        """Inform a member, by an empty message, that the coordinator waits in this exchange: its time begins anew."""
         link.enqueue(encode(self._exchanges, [b"", b""]))
         link.send()
-        self._listener.selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _answer(self, notes: Mapping[int, bytes]) -> None:
         """Send notes to all connected members. The others wait as long as for the shares of others."""
@@ -262,7 +289,7 @@ class WriterGroup(Communicator):
         self._send_to_all(FAREWELL, text.encode(), _GRACE_SECONDS)
         return self._lost
 
-    def _send_to_all(self, exchange: int, payload: bytes, patience: float) -> None:
+    def _send_to_all(self, exchange: int, payload: bytes, seconds: float) -> None:
         """Send a message to all connected members; one that takes no byte for so long, or twice that, is cut off."""
         message = encode(exchange, [payload, b""])
         with selectors.DefaultSelector() as waiting:
@@ -270,20 +297,19 @@ class WriterGroup(Communicator):
                 link.enqueue(message)
                 if not link.send():
                     waiting.register(link.connection, selectors.EVENT_WRITE, link)
-            begin = time.monotonic()
+            patience = _Patience(seconds)
             while waiting.get_map():
-                left = begin + patience - time.monotonic()
-                for key, _ in waiting.select(max(0.0, left)):
+                for key, _ in waiting.select(patience.left):
                     if key.data.send():
                         waiting.unregister(key.fileobj)
-                if left > 0:
+                if patience.left:
                     continue
-                for key in [key for key in waiting.get_map().values() if key.data.moved <= begin]:
+                for key in [key for key in waiting.get_map().values() if patience.is_silent(key.data)]:
                     # This ends the connection for the other end too; it is read to its end later.
                     with contextlib.suppress(OSError):
                         key.data.connection.shutdown(socket.SHUT_RDWR)
                     waiting.unregister(key.fileobj)
-                begin = time.monotonic()
+                patience.renew()
 
     # -- a member ------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,24 @@ LAYOUT = NodeLayout(NODES, ("0 (h:/a)", "1 (h:/b)"))
 NAMES = SaveNames(0, "00000002" + "ab" * 12)
 
 
+def answering(number: int, receivers: Iterable[int]) -> Hook:
+    """Return the moment at which the coordinator's writer has answered an exchange to these members alone."""
+
+    def hook(act: Callable[[], None], group: WriterGroup, directory: Any) -> None:
+        answer, count = group._answer, itertools.count(1)
+
+        def answer_some(notes: Any) -> None:
+            if next(count) == number:
+                group._links = {each: link for each, link in group._links.items() if each in receivers}
+                answer(notes)
+                act()
+            answer(notes)
+
+        group._answer = answer_some  # type: ignore[method-assign]
+
+    return hook
+
+
 def at_exchange(number: int) -> Hook:
     def hook(act: Callable[[], None], group: WriterGroup, directory: Any) -> None:
         count = itertools.count(1)
@@ -49,13 +67,20 @@ MOMENTS: dict[str, tuple[Hook, bool]] = {
     "says that it has cleaned up": (at_exchange(4), True),
     "is done": (lambda act, group, directory: before(group, "close", act), True),
 }
+# The exchanges after the steps of a save, and some of the other members that can get the answer.
+ANSWERS = {
+    f"has answered {number} to {receivers}": answering(number, receivers)
+    for number in (2, 3, 4)
+    for count in range(4)
+    for receivers in itertools.combinations(range(4), count)
+}
 OF_ALL = ["sends its part", "has prepared", "says that it has published", "says that it has cleaned up", "is done"]
 
 
 class NodesSave(Save):
     """One save of id 0 to two nodes of two ranks each, whose ranks have written their data."""
 
-    moments = {name: hook for name, (hook, _) in MOMENTS.items()}
+    moments = {name: hook for name, (hook, _) in MOMENTS.items()} | ANSWERS
 
     def __init__(self, path: Path, coordinator: int) -> None:
         addresses = self._open_sockets(4)
@@ -114,6 +139,18 @@ def test_all_ranks_have_one_outcome_and_it_is_success_only_if_all_nodes_have_pub
         assert text == f"[rank {killed}] {UNKNOWN.format(timeout=PATIENCE_SECONDS)}"
     else:
         assert text is not None and f"[rank {killed}] {LOST}" in text
+
+
+@pytest.mark.parametrize("coordinator", [0, 1, 2])
+@pytest.mark.parametrize("moment", ANSWERS)
+def test_all_ranks_have_one_outcome_whoever_gets_the_answer_of_a_coordinator_that_dies(saves, moment, coordinator):
+    """Who knows more tells those who know less, or is told that they do not know."""
+    if str(coordinator) in moment.partition(" to ")[2]:
+        return  # it sends nothing to itself
+    save = saves(coordinator).start({coordinator: (moment, kill)})
+    text = save.text()
+    assert text is None or text == f"[rank {coordinator}] {UNKNOWN.format(timeout=PATIENCE_SECONDS)}"
+    assert text is not None or save.published == [True, True]
 
 
 def test_if_all_writers_are_killed_after_one_node_has_published_none_says_that_it_is_saved(saves):

@@ -37,7 +37,7 @@ from tests.saved import short_names
 LOST = "its processes have ended before it had done its share of the save. Remedy (FC501): look into its log"
 UNKNOWN = (
     "its background writer has ended, or has not decided within {timeout:g} s: it is not known what became of the save."
-    " Remedy (FC404): look whether the checkpoint is there"
+    " Remedy (FC404): look whether the checkpoint is there; a load or restore() takes it if it is"
 )
 SIZES = [(2, 0), (4, 2)]
 

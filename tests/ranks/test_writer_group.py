@@ -472,7 +472,8 @@ def test_members_whose_coordinator_is_killed_do_not_know_the_outcome(writers, po
     texts = set(in_threads({position: lambda p=position: work(p) for position in (1, 2, 3)}).values())
     process.join()
     assert texts == {
-        f"[rank 0] {UNKNOWN.format(PATIENCE_SECONDS)}. Remedy (FC404): look whether the checkpoint is there"
+        f"[rank 0] {UNKNOWN.format(PATIENCE_SECONDS)}. Remedy (FC404): look whether the checkpoint is there; a load or "
+        "restore() takes it if it is"
     }
 
 

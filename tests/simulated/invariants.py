@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,7 @@ class Ledger(StoredCheckpoints):
         manifests_of: How often a directory's manifest was put in place or removed.
         readers: Processes of no job that read checkpoints.
         read_meanwhile: Directories whose manifest changed last while one of those lived.
+        one_writer_dies: Whether nothing happens in this run but the death of one writer.
         late_commits: Manifests of files that had gone, put in place by a saver that was stopped after its last look at
             its lease.
     """
@@ -105,6 +107,7 @@ class Ledger(StoredCheckpoints):
         # Steps that may be saved again whatever was asked.
         self._doubtful: set[int] = set()
         self.last_person = -1e9
+        self.one_writer_dies = False
         self.leases_until = -1e9
         self._going: dict[tuple[str, int, int], bool] = {}
 
@@ -152,6 +155,7 @@ class Ledger(StoredCheckpoints):
         if error is not None and _TAKEN_OVER.search(error) and self._began(attempt, script, error) > self.leases_until:
             self.violate("who lives keeps the right to save", f"rank {script.rank}, with {attempt}, was told: {error}")
         attempt.outcomes[script.rank] = error
+        self._check_one_outcome(attempt, attempt.outcomes)
         if error is not None and _NOT_DURABLE in error:
             self._doubtful.add(attempt.step)
         if any(directory.endswith(f"/step_{attempt.step:08d}") for directory in self.disturbed):
@@ -160,9 +164,6 @@ class Ledger(StoredCheckpoints):
             self._scheduler.note(f"is told that step {attempt.step} is saved")
             if not attempt.is_committed:
                 self.violate("what was reported done is there", f"{attempt} was reported done, and is not committed")
-            for rank, other in attempt.outcomes.items():
-                if other is not None and not is_unknown(other):
-                    self.violate("one outcome", f"{attempt} is done for rank {script.rank}; for rank {rank}: {other}")
         elif not is_unknown(error):
             self._scheduler.note(f"is told that step {attempt.step} is not saved: {error[:300]}")
             if attempt.is_committed:
@@ -170,6 +171,13 @@ class Ledger(StoredCheckpoints):
                     "what was reported failed is not there",
                     f"{attempt} is committed; rank {script.rank} was told: {error}",
                 )
+
+    def _check_one_outcome(self, attempt: Attempt, outcomes: Mapping[int, str | None]) -> None:
+        """Check that a save is not done for one rank, and failed for another; or not known, if one death is all."""
+        done = [rank for rank, error in outcomes.items() if error is None]
+        for rank, error in outcomes.items():
+            if done and error is not None and (self.one_writer_dies or not is_unknown(error)):
+                self.violate("one outcome", f"{attempt} is done for rank {done[0]}; for rank {rank}: {error}")
 
     def failed(self, script: Script, error: CheckpointError) -> None:
         """Note that a call has raised on a rank."""

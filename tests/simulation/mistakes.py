@@ -146,7 +146,6 @@ MISTAKES = {
             "discards-committed",
             "a failed save removes its files without a look whether it was committed",
             {"native.save_directory:SaveDirectory.discard": wrong.discards_whatever},
-            "store",
         ),
         Mistake(
             "directory-not-synced", "entries are never made durable", {"media.local:LocalBackend.sync": wrong.nothing}
@@ -400,6 +399,12 @@ MISTAKES = {
             "node-own-manifest",
             "a writer that has lost another counts a save as done that its own node has published",
             {"background.outcome:_end_after_loss": wrong.own_node_decides},
+            can_show=lambda case: _saves_to_nodes(case) and case.scenario.is_async,
+        ),
+        Mistake(
+            "node-asks-nobody",
+            "each writer that has lost the coordinator's decides by what it knows itself",
+            {"background.outcome:_ask": wrong.nothing},
             can_show=lambda case: _saves_to_nodes(case) and case.scenario.is_async,
         ),
         Mistake(

@@ -105,6 +105,11 @@ MEETINGS: dict[str, tuple[dict[str, Any], tuple[Fault, ...]]] = {
         {"readers": 1, "reader_seconds": 1500.0, "keep": ("latest:1",)},
         (Fault("slow_call", 100.0, "reader", "data", 4, seconds=1000.0),),
     ),
+    "node-asks-nobody": (
+        {"storage": "per_node", "is_async": True, "nodes": 3},
+        (Fault("kill_writer", 999.0, "writer:0", "send", 16),),
+    ),
+    "discards-committed": ({}, (Fault("kill_rank", 999.0, "rank:0", "after removal"),)),
     "neighbour-blamed": ({}, (Fault("kill_rank", 999.0, "rank:1", "send", 3),)),
 }
 
@@ -129,7 +134,6 @@ def test_a_meeting_finds(name):
         None,
         "commits-over-another",
         "dead-save-first",
-        "discards-committed",
         "lease-at-once",
         "lease-checked-once",
         "lease-not-checked",

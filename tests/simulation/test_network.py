@@ -11,7 +11,7 @@ from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.catalog.wire import join, pack_by_position
 from paddle_flexckpt.ranks import host_channel
 from paddle_flexckpt.ranks.framing import encode
-from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome
+from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome, greet
 from paddle_flexckpt.ranks.lost_ranks import address_of, open_presence
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
 from tests.simulated.modules import process_state, simulated
@@ -47,12 +47,12 @@ class Store:
 
 
 class World:
-    """Hold two nodes and the modules of their processes, without files."""
+    """Hold three nodes and the modules of their processes, without files."""
 
     def __init__(self, seed: int = 0) -> None:
         self.scheduler = scheduler = Scheduler(seed)
         self.network = Network(scheduler)
-        self.nodes = [self.network.add(Node(scheduler, f"node{n}")) for n in range(2)]
+        self.nodes = [self.network.add(Node(scheduler, f"node{n}")) for n in range(3)]
         self.threads, self.sockets, self.processes = Threads(scheduler), Sockets(self.network), Processes(scheduler)
 
     def start(self, name: str, function: Callable[[], Any], node: int = 0) -> Process:
@@ -280,37 +280,73 @@ def test_a_writer_that_takes_a_large_answer_late_goes_on() -> None:
     assert all(isinstance(outcome[rank], list) for rank in range(5)), outcome
 
 
-def test_a_writer_whose_answer_comes_slowly_waits_for_as_long_as_it_comes() -> None:
-    token, addresses, outcome = bytes(16), {}, {}
+def write_slowly(leads: bool, chunks: int = 6) -> tuple[dict[int, Any], float]:
+    """Have writers make an exchange, to which the last of them sends 200 bytes each 40 s: so many of 6 times.
+
+    Return what the others got, and when all had ended. The slow one is the coordinator's, or is not.
+    """
+    token, size = bytes(16), 2 if leads else 3
+    addresses: dict[int, str] = {}
+    outcome: dict[int, Any] = {}
     with World(1) as world:
 
         def listen(position: int) -> GroupListener:
             presence = open_presence()
             addresses[position] = address_of(presence, bytes(16))
-            while len(addresses) < 2:
+            while len(addresses) < size:
                 world.scheduler.sleep(0.1)
             return GroupListener(presence, bytes(16))
 
-        def write() -> None:
-            listener = listen(0)
-            group = WriterGroup(listener, [addresses[0], addresses[1]], token, range(2), 0, 1, 60.0)
-            outcome["told"] = group.all_gather(b"mine")
+        def write(position: int) -> None:
+            listener, coordinator = listen(position), size - 1 if leads else 0
+            places = [addresses[each] for each in range(size)]
+            group = WriterGroup(listener, places, token, range(size), position, coordinator, 60.0)
+            try:
+                outcome[position] = group.all_gather(b"mine")
+            except LostRankError as error:
+                outcome[position] = error
 
-        def coordinate() -> None:
-            listener, callers = listen(1), []
-            while not callers:
-                listener.select(1.0)
-                callers = listener.take(token)
-            answer = join(pack_by_position({0: b"mine", 1: bytes(1000)}))
-            message = b"".join(encode(1, [answer, b""]))
-            for start in range(0, len(message), 200):
+        def write_last() -> None:
+            listener, callers = listen(size - 1), []
+            if leads:
+                while not callers:
+                    listener.select(1.0)
+                    callers = listener.take(token)
+                connection = callers[0][1]
+                payload = join(pack_by_position({0: b"mine", 1: bytes(1000)}))
+            else:
+                connection, payload = greet(addresses[0], token, size - 1, 10.0), bytes(1000)
+            message = b"".join(encode(1, [payload, b""]))
+            for start in range(0, 200 * chunks, 200):
                 world.scheduler.sleep(40.0)
-                callers[0][1].sendall(message[start : start + 200])
+                connection.sendall(message[start : start + 200])
+            world.scheduler.sleep(1000.0)
 
-        world.start("writes", write, 0)
-        world.start("coordinates", coordinate, 1)
-        world.scheduler.run(steps=200_000)
-    assert outcome["told"] == [b"mine", bytes(1000)]
+        for position in range(size - 1):
+            world.start(f"writer {position}", lambda position=position: write(position), position)
+        world.start("slow", write_last, size - 1)
+        while len(outcome) < size - 1:
+            world.scheduler.run(until=world.scheduler.now + 1.0, steps=200_000)
+        return outcome, world.scheduler.now
+
+
+def test_a_writer_whose_answer_comes_slowly_waits_for_as_long_as_it_comes() -> None:
+    outcome, _ = write_slowly(leads=True)
+    assert outcome == {0: [b"mine", bytes(1000)]}
+
+
+def test_a_coordinator_waits_for_a_part_as_long_as_it_comes() -> None:
+    """The others hear meanwhile that it is there."""
+    outcome, now = write_slowly(leads=False)
+    assert outcome == {each: [b"mine", b"mine", bytes(1000)] for each in range(2)}
+    assert now > 200
+
+
+def test_a_coordinator_does_not_wait_for_the_rest_of_a_part_that_does_not_come() -> None:
+    outcome, now = write_slowly(leads=False, chunks=3)
+    texts = {str(error) for error in outcome.values()}
+    assert len(texts) == 1 and "[rank 2] has written nothing within 60 s after others had written" in texts.pop()
+    assert now < 120 + 2 * 60 + 10
 
 
 def test_who_sends_more_than_a_dead_receiver_takes_gets_an_error() -> None:
