@@ -120,11 +120,17 @@ class Missing:
         name = fitting[0] if is_clear else "NAME"
         plain, turned = (f"'{quoted(name)}{axes} -> {quoted(key)}'" for axes in ("", "^T"))
         if not is_clear:
-            text = f"{plain} with that name" + f" ({turned} if its axes are in another order)" * (len(shape) == 2)
-            return f"if it is there under another name, give the AOA statement {text}: its states follow; or "
-        text = plain if self._shapes[name] == shape else turned
+            turn = f" ({turned} if its axes are in another order)" * (len(shape) == 2)
+            return (
+                f"if it is there under another name, give the AOA statement {plain} with that name{turn}: its states "
+                "follow; or "
+            )
         if len(shape) == 2 and shape[0] == shape[1]:
-            text = f"{plain}, or {turned} if the source's axes are in another order, which a square shape does not tell"
+            return (
+                f"if it is {name!r} under another name, give the AOA statement {plain}, or {turned} if the source's "
+                "axes are in another order, which a square shape does not tell: its states follow; or "
+            )
+        text = plain if self._shapes[name] == shape else turned
         return f"if it is {name!r} under another name, give the AOA statement {text}: its states follow; or "
 
     @cached_property

@@ -185,7 +185,7 @@ def test_a_parameter_under_another_name_is_named_with_its_statement(path):
     fc.save_state_dict({"q_proj.weight": A, "v": B[:1], **states}, path)
     wanted = ["q.weight", "q.weight.moment1_0", "q.weight.moment2_0"]
     targets = {**rooms(*wanted), "v": OLD[:1].copy()}
-    with provoked("transfer/problems.py", " under another name, give the AOA statement '") as caught:
+    with provoked("transfer/problems.py", " under another name, give the AOA statement ") as caught:
         load(path, targets)
     text = str(caught.value)
     assert "'q_proj.weight -> q.weight': its states follow; or correct" in text
