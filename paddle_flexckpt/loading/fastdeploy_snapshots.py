@@ -32,7 +32,7 @@ from paddle_flexckpt.transfer.options import GROUP, SHARDS, takes
 
 # An axis, or an axis and the shares of the tensors that lie side by side along it.
 Axis = Union[int, "tuple[int, Sequence[int]]"]
-_PART = re.compile(r"rank\d+/")
+_PART = re.compile(r"rank\d*/")
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class SnapshotOptions(PublishOptions):
         step: The version's number or name.
         degree: The engine's tensor-parallel degree, which is the number of its ranks.
         axes: The axis along which the engine splits a tensor, by the engine's name or a pattern with ``*``. For a fused
-            tensor, of which each rank has its parts of all side by side, the axis and their shares:
-            ``(1, [num_heads, num_key_value_heads, num_key_value_heads])`` or ``(1, [1, 1])``. Each rank has the whole
-            of a tensor that no pattern matches.
+            tensor, of which each rank has its parts of all side by side, the axis and their shares: ``(1, [1, 1])``, or
+            heads, ``(1, [num_heads, num_key_value_heads, num_key_value_heads])``. As in the engine, ranks share a
+            key-value head where there are fewer than ranks. Each rank has the whole of a tensor that no pattern
+            matches.
         gpu_ids: The GPU that each rank of the engine uses, as ``CUDA_VISIBLE_DEVICES`` numbers it; by default its rank.
     """
 
@@ -208,10 +209,23 @@ def _not_split(shape: Sequence[int], axis: int, shares: Sequence[int], degree: i
     if not -len(shape) <= axis < len(shape):
         return f"an axis of {list(shape)}"
     unit, rest = divmod(shape[axis], sum(shares))
-    if rest or any(unit * share % degree for share in shares):
+    if len({*shares}) == 1:
+        fits, divisors = not unit * shares[0] % degree, ""
+    else:
+        fits = not shares[0] % degree and not any(share % degree and degree % share for share in shares[1:])
+        divisors = ", or to divide it but for the first"
+    if rest or not fits:
         each = f"shares {list(shares)} of extent" if len(shares) > 1 else "extent"
-        return f"{each} {shape[axis]} to be multiples of degree {degree}"
+        return f"{each} {shape[axis]} to be multiples of degree {degree}{divisors}"
     return ""
+
+
+def _piece_counts(shares: Sequence[int], degree: int) -> list[int]:
+    """Return the number of pieces of each component; where there are fewer than ranks, several ranks have one piece.
+
+    Components of equal shares are cut whatever they consist of. Unequal ones consist of heads, which are not cut.
+    """
+    return [degree if len({*shares}) == 1 else min(share, degree) for share in shares]
 
 
 def _cut(key: str, name: str, info: TensorInfo, axis: tuple[int, Sequence[int]] | None, degree: int) -> Iterator[str]:
@@ -221,10 +235,13 @@ def _cut(key: str, name: str, info: TensorInfo, axis: tuple[int, Sequence[int]] 
         yield f"{quoted(key)} -> {', '.join(map(quoted, parts))}, copy"
         return
     number, shares = axis
-    is_fused = len(shares) > 1
-    pieces = [[quoted(f"{part}/{i}" if is_fused else part) for i in range(len(shares))] for part in parts]
-    of_shares = ", ".join(itertools.chain(*zip(*pieces)))
-    sizes = [info.shape[number] // sum(shares) * share // degree for share in shares for _ in parts]
-    yield f'{quoted(key)} -> {of_shares}, axis={number}, sizes="{sizes}"'
-    if is_fused:
-        yield from (f"{', '.join(own)} -> {quoted(part)}, axis={number}" for part, own in zip(parts, pieces))
+    is_fused, counts = len(shares) > 1, _piece_counts(shares, degree)
+    unit = info.shape[number] // sum(shares)
+    pieces = [
+        [f"rank/{i}/{j}/{name}" if is_fused else parts[j] for j in range(count)] for i, count in enumerate(counts)
+    ]
+    sizes = [unit * share // count for share, count in zip(shares, counts) for _ in range(count)]
+    yield f'{quoted(key)} -> {", ".join(map(quoted, itertools.chain(*pieces)))}, axis={number}, sizes="{sizes}"'
+    for rank, part in enumerate(parts if is_fused else ()):
+        own = [quoted(component[rank * len(component) // degree]) for component in pieces]
+        yield f"{', '.join(own)} -> {quoted(part)}, axis={number}"

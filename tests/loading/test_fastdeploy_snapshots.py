@@ -52,13 +52,13 @@ def snapshot(directory, rank):
     return found
 
 
-def part_of(values, rank, degree):
-    """A rank's part of the engine's tensors."""
+def part_of(values, rank, degree, heads):
+    """A rank's part of the engine's tensors; ranks share a key-value head where there are fewer than ranks."""
 
-    def part(array, axis):
-        return np.split(array, degree, axis)[rank]
+    def part(array, axis, pieces=degree):
+        return np.split(array, pieces, axis)[rank * pieces // degree]
 
-    qkv = [part(values[f"m.{name}"], 1) for name in "qkv"]
+    qkv = [part(values[f"m.{name}"], 1, min(degree, count)) for name, count in zip("qkv", heads)]
     return {
         "e.up": part(values["m.up"].T, 0),
         "e.down": part(values["m.down"], 0),
@@ -77,20 +77,23 @@ def equal(found, expected) -> bool:
 
 @pytest.mark.parametrize(("ranks", "degree"), [(1, 1), (1, 2), (2, 2), (3, 2), (4, 4), (2, 4)])
 @pytest.mark.parametrize("how", ["owned", "sent"])
-def test_each_rank_of_the_engine_has_its_part(values, tmp_path, monkeypatch, ranks, degree, how):
+@pytest.mark.parametrize("heads", [[4, 1, 1], [8, 2, 2], [16, 4, 4]])
+def test_each_rank_of_the_engine_has_its_part(values, tmp_path, monkeypatch, ranks, degree, how, heads):
     if how == "sent":
         monkeypatch.setattr(live_model, "FEW_RUNS", -1)
         monkeypatch.setattr(live_model, "RUN_BYTES", 1 << 60)
         monkeypatch.setattr(publishing, "BATCH_BYTES", 256)
 
+    axes = {**AXES, "e.qkv": (1, heads)}
+
     def job(comm):
         return fc.publish_fastdeploy(
-            cut(values, comm.rank, ranks), tmp_path / "out", 7, degree, AXES, comm, aoa_config=STATEMENTS
+            cut(values, comm.rank, ranks), tmp_path / "out", 7, degree, axes, comm, aoa_config=STATEMENTS
         )
 
     reports = SimulatedWorld(ranks).run(job)
     for rank in range(degree):
-        assert equal(snapshot(tmp_path / "out", rank), part_of(values, rank, degree))
+        assert equal(snapshot(tmp_path / "out", rank), part_of(values, rank, degree, heads))
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*reports[0].files, "version.yaml"])
     assert sum(report.bytes_written for report in reports) == reports[0].total_bytes
     assert (reports[0].keys, reports[0].left_out) == (6 * degree, 1)
@@ -163,6 +166,8 @@ def test_a_fused_parameter_is_in_natural_order_before_it_is_cut(tmp_path):
             "(key 'm.norm'); expected an axis of [8]; got axis 1. Remedy (FC101): correct axes or degree",
         ),
         (4, {"m.q": (1, [14, 1, 1])}, "expected shares [14, 1, 1] of extent 16 to be multiples of degree 4"),
+        (4, {"m.q": (1, [10, 3, 3])}, "expected shares [10, 3, 3] of extent 16 to be multiples of degree 4"),
+        (4, {"m.q": (1, [4, 6, 6])}, "expected shares [4, 6, 6] of extent 16 to be multiples of degree 4, or to"),
         (2, {"m.q": (1, [2, 1])}, "expected shares [2, 1] of extent 16"),
         (2, {"m.q": 0, "m.?": 1}, "expected one axis; another pattern gives (0, (1,)); got axis 1"),
         (2, {"n.*": 0}, "axes: 'n.*' matches no tensor; there are ['m.down', 'm.k', 'm.none']. Remedy (FC101)"),
