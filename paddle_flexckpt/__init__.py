@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
     from paddle_flexckpt.loading.fastdeploy_snapshots import publish_fastdeploy
     from paddle_flexckpt.loading.full_param import full_param
-    from paddle_flexckpt.loading.live_rehearsal import rehearse
     from paddle_flexckpt.loading.loader import load_state_dict
     from paddle_flexckpt.loading.merged import load_merged_state_dict, merge_sharded_state_dict
     from paddle_flexckpt.loading.publishing import publish
@@ -55,14 +54,15 @@ if TYPE_CHECKING:
     from paddle_flexckpt.memory.tensors import assign_sharded_slice
     from paddle_flexckpt.native.directory import latest, list_checkpoints
     from paddle_flexckpt.observers import observe
-    from paddle_flexckpt.parallel import (
-        ExpertParallelMixin,
-        gen_aoa_statements,
+    from paddle_flexckpt.parallel.aoa_statements import gen_aoa_statements
+    from paddle_flexckpt.parallel.experts import ExpertParallelMixin
+    from paddle_flexckpt.parallel.install import (
         init_optimizer_state,
         install,
         optimizer_sharded_state_dict,
         uninstall,
     )
+    from paddle_flexckpt.parallel.live_rehearsal import rehearse
     from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
     from paddle_flexckpt.saving.saver import save_state_dict
     from paddle_flexckpt.sharded_weight import (
@@ -111,13 +111,8 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "loading.resharder": ("plan_reshard", "reshard_sharded_state_dict"),
         "background.pending": ("SaveHandle",),
         "background.writer": ("BackgroundWriter",),
-        "parallel": (
-            "ExpertParallelMixin",
-            "init_optimizer_state",
-            "install",
-            "optimizer_sharded_state_dict",
-            "uninstall",
-        ),
+        "parallel.experts": ("ExpertParallelMixin",),
+        "parallel.install": ("init_optimizer_state", "install", "optimizer_sharded_state_dict", "uninstall"),
         "sharded_weight": ("FusedAxis", "ShardedWeight"),
     },
     "Whole tensors, for others": {
@@ -134,10 +129,10 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "aoa.invert": ("invert",),
         "aoa.model_rules": ("model_rules",),
         "memory.state_statements": ("explain", "plain_state_statements"),
-        "parallel": ("gen_aoa_statements",),
+        "parallel.aoa_statements": ("gen_aoa_statements",),
     },
     "Checkpoints at hand": {
-        "loading.live_rehearsal": ("rehearse",),
+        "parallel.live_rehearsal": ("rehearse",),
         "loading.state_digests": ("digest",),
         "media.opening": ("open_storage",),
         "native.directory": ("latest", "list_checkpoints"),
@@ -196,7 +191,7 @@ _MOVED = {
     "catalog": ("UnsafePickleError",),
     "manager": ("RestoreReport",),
     "native.directory": ("CheckpointInfo", "is_complete"),
-    "parallel": ("is_installed",),
+    "parallel.install": ("is_installed",),
     "report": ("ExportReport", "LoadReport", "RepairReport", "SaveReport", "VerifyReport"),
     "run_state": ("ExtraStateReport",),
 }

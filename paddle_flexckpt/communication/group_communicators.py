@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,9 @@ def communicator_for(process_group: Any = None) -> Communicator:
         process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a
             Paddle group, or a Communicator. Any other value is refused in the first collective of the call,
             which all ranks of the job are expected to join.
+
+    Raises:
+        ValidationError: The launcher has started other ranks too, and the job is not initialised.
     """
     if isinstance(process_group, Communicator):
         finish_steps(process_group.ranks)
@@ -132,6 +136,8 @@ def communicator_for(process_group: Any = None) -> Communicator:
 
     is_known = process_group is None or process_group == "self" or hasattr(process_group, "ranks")
     if not dist.is_initialized():
+        if process_group != "self":
+            _check_alone()
         comm: Communicator = SoloCommunicator()
     elif process_group == "self":
         comm = SoloCommunicator(int(dist.get_rank()))
@@ -145,3 +151,15 @@ def communicator_for(process_group: Any = None) -> Communicator:
         )
     finish_steps(comm.ranks)
     return comm
+
+
+def _check_alone() -> None:
+    """Raise ValidationError where the launcher's environment says that a process without groups is one of several."""
+    ranks, rank = os.environ.get("PADDLE_TRAINERS_NUM", "1"), os.environ.get("PADDLE_TRAINER_ID", "0")
+    if ranks.isdecimal() and int(ranks) > 1:
+        raise ValidationError(
+            f"this process is rank {rank} of {ranks} that paddle.distributed.launch has started (PADDLE_TRAINERS_NUM), "
+            "but the job is not initialised, so each rank would work as if it were alone. Remedy (FC503): call "
+            "fleet.init() or paddle.distributed.init_parallel_env() first; a process that is meant to work alone "
+            'passes process_group="self"'
+        )

@@ -16,7 +16,7 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.memory.sources import check_state
 from paddle_flexckpt.memory.state import flatten_state_dict
-from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.install import install, optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.optimizers import optimizer_inside
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.ranks.communicator import Communicator

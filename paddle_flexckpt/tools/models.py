@@ -139,7 +139,24 @@ def layout_for(
     Raises:
         ValidationError: The strategy cannot cut the model.
     """
-    return noted_layout(strategy, model_of(infos, stored, cuts, states, tensor_degree(strategy) > 1))
+    model = model_of(infos, stored, cuts, states, tensor_degree(strategy) > 1)
+    layout, notes = noted_layout(strategy, model)
+    maybe = _maybe_tied(model) if not isinstance(strategy, Mesh) and strategy.pp > 1 else []
+    if maybe:
+        notes.append(
+            f"a checkpoint has tied parameters once: if the last stage has a copy of {listed(maybe, 3)} "
+            "(SharedLayerDesc), its bytes are not counted; fc.rehearse(..., model=) with the live model counts them"
+        )
+    return layout, notes
+
+
+def _maybe_tied(model: Model) -> list[str]:
+    """Return the matrices of the first layer that the last one may use too, as no later one has their shape."""
+    ends = [each for each in model.tensors if len(each.shape) == 2 and each.layers and each.is_trained]
+    middle = model.counted or frozenset()
+    first = [each for each in ends if each.layers[0] == 0 and 0 not in middle]
+    later = {tuple(sorted(each.shape)) for each in ends if each.layers[0] and each.layers[0] not in middle}
+    return [each.name for each in first if tuple(sorted(each.shape)) not in later]
 
 
 def noted_layout(strategy: Strategy | Mesh, described: Model) -> tuple[JobLayout, list[str]]:

@@ -23,7 +23,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import EMA_DIRECTORY, paddle_ids
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.parallel import optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.install import optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.layers import build_overlap_buffers
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.sharded_weight import ShardedStateDict

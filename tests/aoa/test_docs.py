@@ -51,7 +51,7 @@ def installed_as_before() -> Iterator[None]:
     if importlib.util.find_spec("paddle") is None:
         yield
         return
-    from paddle_flexckpt.parallel import is_installed
+    from paddle_flexckpt.parallel.install import is_installed
 
     before = is_installed()
     yield

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.communication import group_communicators as communicator
 from paddle_flexckpt.communication.group_communicators import PaddleCommunicator
 from paddle_flexckpt.ranks.lost_ranks import announce
+from tests.remedies.following import provoked
 
 
 class Store:
@@ -102,3 +104,39 @@ def test_a_groups_ranks_meet_once(job):
     first, again, other = (job("NCCL", "NCCL", store, number=number) for number in (7, 7, 8))
     assert first._channel is again._channel
     assert first._channel is not other._channel
+
+
+CALLS = {
+    "save": lambda state, path, **group: fc.save(path, state=state, **group),
+    "load": lambda state, path, **group: fc.load(path, state=state, rng=False, **group),
+    "check": lambda state, path, **group: fc.check(state=state, **group),
+    "save_state_dict": lambda state, path, **group: fc.save_state_dict(state, path, **group),
+    "load_state_dict": lambda state, path, **group: fc.load_state_dict(state, path, **group),
+    "merge_sharded_state_dict": lambda state, path, **group: fc.merge_sharded_state_dict(
+        path, f"{path}-m{len(group)}", **group
+    ),
+    "reshard_sharded_state_dict": lambda state, path, **group: fc.reshard_sharded_state_dict(state, state, **group),
+    "publish": lambda state, path, **group: fc.publish(state, f"{path}-p{len(group)}", **group),
+    "full_param": lambda state, path, **group: dict(fc.full_param(state, **group)),
+    "digest": lambda state, path, **group: fc.digest(state, **group),
+    "CheckpointManager": lambda state, path, **group: fc.CheckpointManager(f"{path}-run{len(group)}", keep=[], **group),
+}
+
+
+@pytest.mark.paddle
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_of_a_launched_job_that_is_not_initialised_does_not_work_as_if_alone(monkeypatch, tmp_path, call):
+    paddle = pytest.importorskip("paddle")
+    state, path = {"w": paddle.ones([4])}, tmp_path / "saved"
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "1")
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    if "load" in call or "merge" in call:
+        fc.save_state_dict(state, path, "self")
+    before = sorted(tmp_path.rglob("*"))
+    with provoked("communication/group_communicators.py", "call fleet.init() or", ValidationError) as caught:
+        CALLS[call](state, str(path))
+    assert "rank 1 of 2 " in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    CALLS[call](state, str(path), process_group="self")
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "1")
+    CALLS[call](state, str(path))

@@ -10,8 +10,7 @@ import paddle
 from paddle import nn
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel import is_installed
-from paddle_flexckpt.parallel.install import _assignments
+from paddle_flexckpt.parallel.install import _assignments, is_installed
 
 pytestmark = [pytest.mark.compat, pytest.mark.paddle]
 

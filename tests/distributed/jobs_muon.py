@@ -19,7 +19,7 @@ from paddle.base.framework import EagerParamBase
 from paddle.distributed.fleet.utils.tensor_fusion_helper import HOOK_ACTION, FusedCommBuffer
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel import is_installed
+from paddle_flexckpt.parallel.install import is_installed
 
 MUON = "paddle.optimizer.muon"
 SHARDING = "paddle.distributed.fleet.meta_optimizers.muon_sharding_optimizer"

@@ -36,7 +36,7 @@ def execute(code: str, /, **names) -> SimpleNamespace:
 @contextlib.contextmanager
 def installed():
     """``fc.install()`` in effect, and as before afterwards."""
-    from paddle_flexckpt.parallel import is_installed
+    from paddle_flexckpt.parallel.install import is_installed
 
     before = is_installed()
     fc.install()
@@ -339,7 +339,7 @@ def own_experts(code):
     """Names of the experts of this rank."""
     import paddle.distributed as dist
 
-    from paddle_flexckpt.parallel import ExpertParallelMixin
+    from paddle_flexckpt.parallel.experts import ExpertParallelMixin
 
     names = {"Gate": lambda count: nn.Linear(2, count), "Expert": lambda: nn.Linear(2, 2)}
     layer = execute(code, ExpertParallelMixin=ExpertParallelMixin, **names).MyMoE(4, dist.new_group([0, 1]))

@@ -21,7 +21,7 @@ from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer
 from paddle.incubate.distributed.models.moe import MoELayer
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel import ExpertParallelMixin
+from paddle_flexckpt.parallel.experts import ExpertParallelMixin
 from paddle_flexckpt.testing import World, cpu_world
 from tests.distributed import jobs_common as common
 from tests.remedies.following import advised

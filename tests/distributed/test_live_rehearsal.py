@@ -13,7 +13,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.loading.live_rehearsal import describe_model, layout_of_model
+from paddle_flexckpt.parallel.live_rehearsal import describe_model, layout_of_model
 from paddle_flexckpt.testing import cpu_world
 from tests.distributed import test_experts as experts
 from tests.distributed.matrix.network import BLOCKS, Block, Embedding, Head, Loss, tied_head
@@ -92,6 +92,8 @@ def errors(folder, example):
     cut = type("Cut", (), {"sharded_state_dict": lambda self: part})()
     every = paddle.optimizer.AdamW(0.01, parameters=net.parameters())
     report = fc.rehearse(folder, "tp=2,pp=2", model=net, optimizer=optimizer)
+    fc.uninstall()
+    again = fc.rehearse(folder, "tp=2,pp=2", model=net, optimizer=optimizer)
     left = {"fc": fc, "net": net, "optimizer": optimizer}
     exec(example.replace('"checkpoint"', "folder"), {**left, "folder": folder}, left)
     other = fc.rehearse(folder, "tp=2", model=nn.Sequential(("new", nn.Linear(2, 2))), cuts=[("*weight", 1)])
@@ -107,6 +109,7 @@ def errors(folder, example):
         "frozen, whole": said(lambda: layout_of_model(net, "dp=2", optimizer=every)),
         "uniform": describe_model(net, optimizer, seg_method="uniform")[0].counted,
         "report": [report.ok, report.error, [each.bytes_needed for each in report.ranks], report.notes],
+        "by itself": [again.error, again.ranks == report.ranks],
         "example": [left["report"].ok, left["report"].error, left["report"].world_size],
         "missing": other.error,
         "both": said(lambda: fc.rehearse(folder, layout_of_model(net, "tp=2")[0], model=net)),
@@ -137,6 +140,7 @@ def test_a_load_is_rehearsed_and_what_is_not_known_is_refused(world, tmp_path):
     example = code_block("docs/rehearsal.md", "model=net, optimizer=optimizer")
     (said,) = world(1).run(errors, folder=os.fspath(tmp_path), example=example)
     assert said["example"] == [True, "", 64]
+    assert said["by itself"] == ["", True]  # without install() before
     assert "parts of a parallel job, such as w" in said["part"] and "in one process" in said["part"]
     assert "'experts.0.weight'" in said["listed"] and "ExpertParallelMixin" in said["listed"]
     assert "'stacked.weight'" in said["own"] and "cuts=[('stacked.weight', None)]" in said["own"]

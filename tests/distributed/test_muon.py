@@ -22,8 +22,8 @@ from paddle.distributed import fleet
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.loading.live_rehearsal import layout_of_model
 from paddle_flexckpt.memory.state import open_state
+from paddle_flexckpt.parallel.live_rehearsal import layout_of_model
 from paddle_flexckpt.parallel.slices import shaped_view
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy

@@ -9,7 +9,7 @@ import pytest
 from paddle import nn
 from paddle.incubate.distributed.models.moe import MoELayer
 
-from paddle_flexckpt.parallel import ExpertParallelMixin
+from paddle_flexckpt.parallel.experts import ExpertParallelMixin
 
 pytestmark = pytest.mark.compat
 

@@ -19,7 +19,8 @@ from paddle_flexckpt import gen_aoa_statements
 from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.aoa.parser import parse
 from paddle_flexckpt.communication import group_communicators as communicator
-from paddle_flexckpt.parallel import ColumnParallelMixin, ExpertParallelMixin, RowParallelMixin, VocabParallelMixin
+from paddle_flexckpt.parallel.experts import ExpertParallelMixin
+from paddle_flexckpt.parallel.layers import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
 from tests.parallel.test_sharding import Wrapper as SlicingWrapper
 
 HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, VOCABULARY, LAYERS, EXPERTS = 6, 4, 2, 2, 5, 7, 3, 4

@@ -7,8 +7,7 @@ import pytest
 from paddle import nn
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel import is_installed
-from paddle_flexckpt.parallel.install import _assignments
+from paddle_flexckpt.parallel.install import _assignments, is_installed
 from tests.distributed.jobs_muon import Muon, MuonShardingOptimizer, paddle_with_muon
 
 

@@ -12,7 +12,7 @@ from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParall
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel import optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.install import optimizer_sharded_state_dict
 
 pytestmark = pytest.mark.compat
 

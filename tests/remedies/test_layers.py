@@ -10,7 +10,8 @@ from paddle import nn
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel import gen_aoa_statements, optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.aoa_statements import gen_aoa_statements
+from paddle_flexckpt.parallel.install import optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.slices import shaped_view
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from tests.parallel.conftest import installed  # noqa: F401 - each test runs with the mixins

@@ -10,7 +10,7 @@ from paddle import nn
 from paddle.distributed.fleet.meta_parallel import SharedLayerDesc
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel import gen_aoa_statements
+from paddle_flexckpt.parallel.aoa_statements import gen_aoa_statements
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.trainer.model_rules import (
     aoa_config_of,

@@ -35,7 +35,7 @@ from paddle_flexckpt.manager import (
     SaveEvery,
     SaveInterval,
 )
-from paddle_flexckpt.parallel import uninstall
+from paddle_flexckpt.parallel.install import uninstall
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.saving.saver import save_state_dict
 from tests.saved import data_file

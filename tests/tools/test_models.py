@@ -10,7 +10,7 @@ import pytest
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import ValidationError, concat
 from paddle_flexckpt.cli.common import parse_cut
-from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
+from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import parse_mesh
 from paddle_flexckpt.planning.strategy import parse_strategy
@@ -53,6 +53,18 @@ def test_a_layout_of_a_checkpoint_is_that_of_its_model(tmp_path, saved, to):
     for rank in range(expected.strategy.ranks):
         assert rows_of(found, rank) == rows_of(expected, rank)
     assert notes == []
+
+
+@pytest.mark.parametrize(("to", "is_noted"), [("pp=2", True), ("tp=2,pp=4", True), ("tp=2", False), ("dp=2", False)])
+@pytest.mark.parametrize(("name", "states"), [("0.weight", ADAMW), ("model.embed_tokens.weight", ())])
+def test_a_note_says_that_the_copy_of_a_tied_tensor_is_not_counted(tmp_path, to, is_noted, name, states):
+    prefix = "" if name[0] == "0" else "model.layers."
+    tensors = [ModelTensor(name, (32, 8), "float32", 0, (0, 5))]
+    tensors += [ModelTensor(f"{prefix}{layer}.up.weight", (8, 8), "float32", 1, (layer,)) for layer in range(1, 5)]
+    model = Model(tuple(tensors), 6, frozenset(range(1, 5)), states)
+    save(tmp_path, Layout(model, parse_strategy("tp=2,pp=2")))
+    notes = [each for each in layout_of(str(tmp_path), to)[1] if "tied" in each]
+    assert len(notes) == is_noted and all(f"a copy of {name}" in each for each in notes)
 
 
 def test_layers_of_a_pipeline_are_shared_out_by_their_look(tmp_path):

@@ -25,7 +25,7 @@ def test_model_and_optimizer_are_filled(case):
     from paddlenlp.transformers import LlamaConfig, LlamaForCausalLM
 
     from paddle_flexckpt.loading.loader import load_state_dict
-    from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
+    from paddle_flexckpt.parallel.install import install, optimizer_sharded_state_dict
     from paddle_flexckpt.trainer.model_rules import describe_model
 
     install()

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from paddle_flexckpt import parallel
-from paddle_flexckpt.parallel import ExpertParallelMixin
+from paddle_flexckpt.parallel.experts import ExpertParallelMixin
+from paddle_flexckpt.parallel.install import install
 from paddle_flexckpt.parallel.layers import COMPLETE_RULES, LayerMixin, own_state
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.trainer.flags import LIBRARIES
@@ -53,7 +53,7 @@ def install_model_rules(library: str) -> None:
     import paddle
 
     check_library(library)
-    parallel.install()
+    install()
     if library in _installed:
         return
     assignments, undo = _assignments(library), Undo()

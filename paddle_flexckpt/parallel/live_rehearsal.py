@@ -63,8 +63,8 @@ def rehearse(
         layout: The job's strategy, such as ``"tp=4,pp=2,sharding=v2:8"`` or ``"mesh=2x4:dp,mp"``, or the path of a JSON
             file with a mesh; or a layout. The arguments from ``model`` to ``seg_method`` are for a strategy only.
         options: Of the load.
-        model: The job's model, if the checkpoint holds another: a ``paddle.nn.Layer`` that was built on one rank, a
-            checkpoint of it, or its ``config.json``.
+        model: The job's model, if the checkpoint holds another: a ``paddle.nn.Layer`` that was built on one rank (then
+            ``install()`` is in effect from then on), a checkpoint of it, or its ``config.json``.
         optimizer: The live model's optimizer, built on one rank too. None: AdamW, with master weights for half
             precision.
         states: Whether the job has an optimizer.
@@ -122,7 +122,7 @@ def _layout_for(
                 ["a layout has its own model. Remedy (FC101): give the strategy as a text beside model="]
             )
         return layout, []
-    if hasattr(model, "sharded_state_dict"):
+    if hasattr(model, "sharded_state_dict") or hasattr(model, "state_dict"):
         return layout_of_model(model, layout, optimizer=optimizer, states=states, cuts=cuts, seg_method=seg_method)
     options = options or LoadOptions()
     return layout_of(
@@ -148,11 +148,15 @@ def layout_of_model(
 ) -> tuple[JobLayout, list[str]]:
     """Return the layout of a job that trains a live model under a strategy, and the assumptions that it makes.
 
-    The arguments are those of :func:`rehearse`. ``rehearse_save`` takes the layout too.
+    The arguments are those of :func:`rehearse`. ``rehearse_save`` takes the layout too. ``install()`` is in effect from
+    then on.
 
     Raises:
         ValidationError: The model is part of a parallel job, it lacks information, or the strategy cannot cut it.
     """
+    from paddle_flexckpt.parallel.install import install  # which imports Paddle
+
+    install()
     parsed = read_strategy(strategy)
     described, notes = describe_model(model, optimizer, states=states, cuts=cuts, seg_method=seg_method)
     _check_known(model, parsed, described, cuts)
@@ -228,7 +232,7 @@ def _described(model: Any) -> dict[str, Any]:
 def _states_of(optimizer: Any, shards: Mapping[str, Any]) -> dict[str, Any]:
     describe = getattr(optimizer, "sharded_state_dict", None)
     if not callable(describe):
-        remedy = "call paddle_flexckpt.install() first, or leave optimizer out"
+        remedy = "give the run's optimizer of Paddle, or leave it out"
         raise ValidationError([f"a {type(optimizer).__name__} cannot be described. Remedy (FC805): {remedy}"])
     return dict(describe(shards))
 
