@@ -122,7 +122,7 @@ def find_checkpoint(
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
         CorruptCheckpointError: No rank can read its manifest, or one cannot that may have a newer one.
     """
-    own_lock, rebuild = contextlib.ExitStack(), _rebuild if rebuilds else _find_rebuildable
+    own_lock, rebuild = contextlib.ExitStack(), functools.partial(_rebuild, rebuilds=rebuilds)
     locks.push(own_lock)
 
     def look() -> tuple[Manifest | None, bytes]:
@@ -233,22 +233,10 @@ def _look(
     return _found(manifest, *zip(*map(split, answers)))
 
 
-def _find_rebuildable(comm: Communicator, directory: CheckpointDirectory, found: Found, context: str) -> Found:
-    """Find out which lost files parity can rebuild; return that with the files that each rank sees."""
-    manifest, lost = found.manifest, found.lost_files
-    if not manifest.parity_files or not lost:
-        return found
-    from paddle_flexckpt.native.parity import parity_here, plan_rebuilding
-
-    look = functools.partial(parity_here, directory.backend, manifest)
-    _, answers = comm.together(lambda: (None, json.dumps(look()).encode()), context)
-    seen = [name for name, ranks in zip(manifest.catalog.files, found.seen.T) if ranks.any()]
-    planned, reasons = plan_rebuilding(manifest, lost, seen, [json.loads(answer) for answer in answers])
-    return found._replace(can_rebuild=frozenset(planned), not_rebuilt=reasons)
-
-
-def _rebuild(comm: Communicator, directory: CheckpointDirectory, found: Found, context: str) -> Found:
-    """Rebuild lost files from parity, if there is some; return the files that each rank sees then."""
+def _rebuild(
+    comm: Communicator, directory: CheckpointDirectory, found: Found, context: str, rebuilds: bool = True
+) -> Found:
+    """Rebuild lost files from parity, if there is some, or only look; return the files that each rank sees then."""
     manifest, lost = found.manifest, found.lost_files
     if not manifest.parity_files or not lost:
         return found
@@ -257,12 +245,17 @@ def _rebuild(comm: Communicator, directory: CheckpointDirectory, found: Found, c
     readable = found.seen.copy()
     for position in found.damaged:
         readable[position, manifest.catalog.file[found.damaged_rows(position)]] = False
-    reasons = rebuild_files(comm, directory.backend, manifest, found.seen, readable, lost, context)
+    able, reasons = rebuild_files(
+        comm, directory.backend, manifest, found.seen, readable, lost, context, dry_run=not rebuilds
+    )
+    found = found._replace(not_rebuilt=reasons)
+    if not rebuilds:
+        return found._replace(can_rebuild=able)
     seen, wrong = found.seen, found.wrong
-    if len(reasons) < len(lost):
+    if able:
         _, answers = comm.together(lambda: (None, join(_flags(directory, manifest, False))), context)
         seen, wrong = _found(manifest, *zip(*map(split, answers)))[1:3]
-    return found._replace(seen=seen, wrong=wrong, everywhere=False, not_rebuilt=reasons)
+    return found._replace(seen=seen, wrong=wrong, everywhere=False)
 
 
 def _read(

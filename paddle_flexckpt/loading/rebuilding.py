@@ -29,10 +29,11 @@ def rebuild_files(
     readable: np.ndarray,
     lost: Sequence[str],
     context: str,
-) -> dict[str, str]:
+    dry_run: bool = False,
+) -> tuple[frozenset[str], dict[str, str]]:
     """Rebuild lost data files where parity allows it, each on a rank that sees others of its group.
 
-    One collective, and two more if anything can be rebuilt.
+    One collective, and two more if anything is rebuilt.
 
     Args:
         comm: The ranks; all call this with the same arguments, but for ``backend``.
@@ -42,9 +43,10 @@ def rebuild_files(
         readable: The same without damaged ones.
         lost: The data files that no rank can read.
         context: What is being done, for errors.
+        dry_run: Only find out what can be rebuilt.
 
     Returns:
-        By name of a file that cannot be rebuilt: the reason.
+        The files that are rebuilt, or would be; and by name of another, the reason why it cannot be.
 
     Raises:
         CorruptCheckpointError: A rebuilt file is not what was saved.
@@ -61,7 +63,7 @@ def rebuild_files(
     makers = _choose_makers(manifest, planned, readers, seen, places)
     reasons |= dict.fromkeys(planned.keys() - makers.keys(), "parity can rebuild it only where it is damaged")
     makings = []
-    for number, (name, maker) in enumerate(makers.items()):
+    for number, (name, maker) in enumerate(() if dry_run else makers.items()):
         if comm.position == 0:
             logger.warning(f"{name} of node {manifest.nodes_of(name)[0]} is lost: it is rebuilt from parity")
         chosen = {
@@ -72,7 +74,7 @@ def rebuild_files(
         makings.append(Making(comm.ranks[maker], planned[name], chosen, output))
     if makings:
         exchange_files(comm, makings, backend.open, context)
-    return reasons
+    return frozenset(makers), reasons
 
 
 def _choose_makers(

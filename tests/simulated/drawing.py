@@ -56,7 +56,7 @@ def _with_dead_writer(case: Case) -> Case:
     """Have nothing happen in some cases but that one writer dies while the writers of a save exchange messages."""
     scenario, choose = case.scenario, random.Random(f"dying {case.scenario.seed}")
     is_on_nodes = (scenario.is_async and scenario.storage == "per_node") or "memory" in scenario.habits
-    if not is_on_nodes or choose.random() > 0.15:
+    if not is_on_nodes or choose.random() > 0.3:
         return case
     begin = choose.uniform(0.0, scenario.seconds)
     target = f"writer:{choose.randrange(max(scenario.world_sizes))}"

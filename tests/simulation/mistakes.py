@@ -435,6 +435,12 @@ MISTAKES = {
             can_show=_has_old_steps,
         ),
         Mistake(
+            "memory-nothing-void",
+            "steps in memory that the run has gone back before are taken when their node comes back",
+            {"manager.anchor:find_void": wrong.nothing_is_void},
+            can_show=lambda case: _keeps_in_memory(case) and _has("drain_node")(case),
+        ),
+        Mistake(
             "memory-another-run",
             "steps of another run are taken from the memory of nodes",
             {"manager.memory_steps:MemorySteps.find_steps": wrong.any_run},

@@ -199,7 +199,7 @@ def seeds_until_broken(seeds: int, seconds: float | None = None) -> tuple[int, s
             slow = bool(seed % 2)
             conduct = {**CONDUCTS[seed // 2 % len(CONDUCTS)], "latency": (0.01, 1.0 if slow else 0.08)}
             with store_world(seed, **conduct) as world:
-                pause, lease = 20.0 if seed % 3 == 0 else 2.0, 6.0 if slow else 30.0
+                pause, lease = 20.0 if seed % 3 == 0 else 2.0, 6.0 if slow else (120.0 if seed % 3 else 30.0)
                 compete(world, "s3://bucket/run", pause=pause, lease_seconds=lease)
                 if world.broken:
                     return seed + 1, world.broken[0]
