@@ -29,9 +29,9 @@ class Event:
     """The end of a call on this rank.
 
     Attributes:
-        call: ``"save"``, ``"load"``, ``"reshard"``, ``"export"``, ``"convert"``, ``"merge"``, ``"verify"`` or
-            ``"publish"``.
-        path: The directory or URL that the call was given; ``"memory"`` for a reshard.
+        call: ``"save"``, ``"load"``, ``"reshard"``, ``"export"``, ``"convert"``, ``"merge"``, ``"verify"``,
+            ``"publish"`` or ``"push"``.
+        path: The directory or URL that the call was given; ``"memory"`` for a reshard, the engine for a push.
         time: The time of the end, in seconds since 1970.
         seconds: The duration; of an asynchronous save, until it was committed or had failed.
         report: The call's report; None if it failed.

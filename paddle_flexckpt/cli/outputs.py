@@ -12,6 +12,7 @@ from typing import Any
 from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.native.unfinished import CleanedDirectory, UnfinishedSave
 from paddle_flexckpt.report import Report, VerifyReport
+from paddle_flexckpt.rollout.segment import SegmentFile
 from paddle_flexckpt.tools.memory_runs import MemoryRun
 
 
@@ -183,7 +184,8 @@ class CleanReport(Report):
         unfinished: The saves that had begun and were not complete.
         cleaned: The outcome in each of their directories; none without ``--remove``.
         memory: The runs with steps in memory, if this is the directory of a memory tier.
-        freed: The directories of those that were removed; none without ``--remove``.
+        segments: The segments of pushed weights, if this is a directory of shared memory.
+        freed: The directories of those runs, and the segments, that were removed; none without ``--remove``.
         chosen: The checkpoint that was chosen, with ``--id`` or ``--step``.
         removed: The names of its files that were removed; none without ``--remove``.
     """
@@ -192,6 +194,7 @@ class CleanReport(Report):
     unfinished: list[UnfinishedSave]
     cleaned: list[CleanedDirectory] = field(default_factory=list)
     memory: list[MemoryRun] = field(default_factory=list)
+    segments: list[SegmentFile] = field(default_factory=list)
     freed: list[str] = field(default_factory=list)
     chosen: CheckpointInfo | None = None
     removed: list[str] = field(default_factory=list)

@@ -25,6 +25,7 @@ from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.native.unfinished import UnfinishedSave, clean_up, unfinished_in, walk
 from paddle_flexckpt.optimizer_states import MASTER, split_state
+from paddle_flexckpt.rollout.segment import SegmentFile, find_segments
 from paddle_flexckpt.tools.memory_runs import MemoryRun, find_runs, remove_unheld
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.transfer.names import is_state
@@ -66,8 +67,9 @@ def add_command(commands: Any) -> None:
         description="Lists the saves that have begun and are not complete, in a directory and up to two levels below "
         "it. With --remove it removes the files of those that died. A running save holds a lock, and is left alone; so "
         "are all checkpoints, and files of which no save is known. In the directory of a memory tier it lists the runs "
-        "that have steps there, and with --remove it removes those that no process holds. With --id or --step it "
-        "shows one checkpoint instead, and with --remove it removes that; the only complete one only with --only too.",
+        "that have steps there, and in shared memory the segments of weights that were pushed to engines. With "
+        "--remove it removes those that no process holds. With --id or --step it shows one checkpoint instead, and "
+        "with --remove it removes that; the only complete one only with --only too.",
         epilog="example: flexckpt clean run --remove",
     )
     cleaning.add_argument("root", metavar="ROOT", help="a directory or URL of checkpoints, as of ls")
@@ -166,7 +168,9 @@ def _clean(options: argparse.Namespace) -> Outcome:
     if options.unique_id is not None or options.step is not None:
         return _clean_one(options, backend)
     runs = find_runs(backend)
+    segments = find_segments(backend.path, options.remove) if backend.has_path else []
     freed = [run.path for run in runs if options.remove and remove_unheld(run)]
+    freed += [each.path for each in segments if options.remove and not each.held]
     directories = [(each, unfinished_in(each, ask=True)) for each in walk(backend)]
     unfinished = [save for _, saves in directories for save in saves]
     cleaned = [
@@ -178,18 +182,20 @@ def _clean(options: argparse.Namespace) -> Outcome:
         from paddle_flexckpt.cli.outputs import CleanReport
 
         return Outcome(
-            CleanReport(backend.path, unfinished, cleaned, runs, freed).to_json(),
+            CleanReport(backend.path, unfinished, cleaned, runs, segments, freed).to_json(),
             int(any(each.kept for each in cleaned)),
         )
-    if not unfinished and not runs:
+    if not unfinished and not runs and not segments:
         return Outcome(f"there is no unfinished save in {backend.path} and below")
-    lines = [*(_memory_line(run, run.path in freed) for run in runs), *map(_unfinished_line, unfinished)]
+    memory: list[MemoryRun | SegmentFile] = [*runs, *segments]
+    lines = [_memory_line(each, each.path in freed) for each in memory]
+    lines += map(_unfinished_line, unfinished)
     for each in cleaned:
         text = f"{each.path}: {len(each.removed)} files removed" + ", and the directory" * each.directory_removed
         lines.append(text + (f"; {each.kept}" if each.kept else ""))
     if not options.remove:
         lines += _clean_hint(options.root, unfinished)
-        if not all(run.held for run in runs):
+        if not all(each.held for each in memory):
             lines.append(f"`flexckpt clean {options.root} --remove` removes the memory that no process holds")
     return Outcome("\n".join(lines), int(any(each.kept for each in cleaned)))
 
@@ -251,10 +257,12 @@ def _remove(root: Backend, info: CheckpointInfo) -> list[str]:
     return removed
 
 
-def _memory_line(run: MemoryRun, is_removed: bool) -> str:
-    step = "no step" if run.step is None else f"step {run.step}"
-    state = "removed" if is_removed else "a process holds it" if run.held else "no process holds it"
-    return f"memory: {run.path}, of {run.root}: {step}, {format_bytes(run.bytes)}; {state}"
+def _memory_line(memory: MemoryRun | SegmentFile, is_removed: bool) -> str:
+    state = "removed" if is_removed else "a process holds it" if memory.held else "no process holds it"
+    if isinstance(memory, SegmentFile):
+        return f"segment: {memory.path}: {format_bytes(memory.bytes)}; {state}"
+    step = "no step" if memory.step is None else f"step {memory.step}"
+    return f"memory: {memory.path}, of {memory.root}: {step}, {format_bytes(memory.bytes)}; {state}"
 
 
 def _record(info: CheckpointInfo) -> StepRecord | None:

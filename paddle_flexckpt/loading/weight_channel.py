@@ -27,6 +27,7 @@ from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.loading.peers import ReshardOptions
 from paddle_flexckpt.loading.push_handles import TOKEN_BYTES, VERSION_BYTES, Notice, PushHandle, Sent
 from paddle_flexckpt.loading.pushed_weights import PushedWeights
+from paddle_flexckpt.observers import notify
 from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.rollout.engine_client import TIMEOUT_SECONDS, EngineClient, refuse
 from paddle_flexckpt.rollout.push_reports import ComparedWeightsReport, PushReport
@@ -135,6 +136,15 @@ class WeightChannel:
         """
         self._finish_pending()
         begin = time.perf_counter()
+        try:
+            self._pending = self._send(model, version, begin)
+        except Exception as error:
+            notify("push", self._url, time.perf_counter() - begin, error)
+            raise
+        return self._finish_pending() if wait else self._pending
+
+    def _send(self, model: Any, version: str | int | None, begin: float) -> PushHandle:
+        """Write the segment, and have the switch begin."""
         self._comm = comm = communicator_for(self._group)
         finish_steps(comm.ranks)
         name = str(self._pushed + 1 if version is None else version)
@@ -153,22 +163,19 @@ class WeightChannel:
             route.weights.file.nbytes,
             route.leads_files,
         )
+        self._switch = None
         try:
             written, path = self._write(route, names)
         except BaseException:
-            switch, self._switch = self._switch, None
-            if switch is not None:
-                switch.stop()
+            if self._switch is not None:
+                self._switch.stop()
             self._drop(route, names)
             raise
-        switch, self._switch = self._switch, None
+        switch = self._switch
         sent = Sent(name, path, names, written, planned, switch, begin, time.perf_counter() - begin)
         if switch is not None:
             switch.begin(name, path)
-        self._pending = PushHandle(
-            functools.partial(self._finish, route, sent), lambda: switch is not None and switch.is_done()
-        )
-        return self._finish_pending() if wait else self._pending
+        return PushHandle(functools.partial(self._finish, route, sent), lambda: switch is not None and switch.is_done())
 
     def _finish_pending(self) -> Any:
         pending, self._pending = self._pending, None
@@ -256,15 +263,14 @@ class WeightChannel:
             if route.is_here:
                 sink: Sink = LocalSink(self._directory.open(names))
                 return sink, self._directory.path(names.file(names.token)).encode()
-            address = str(self._options.receiver)
-            remote = RemoteSink(address, os.environ.get(SECRET, "").encode(), names)
+            remote = self._connect(names)
             if remote.place != route.place:
                 remote.close()
                 raise ValidationError(
                     [
-                        f"the receiver at {address} has another directory of shared memory than the engine at "
-                        f"{self._url}. Remedy (FC951): run `flexckpt receive` where the engine runs, with the same "
-                        "directory"
+                        f"the receiver at {self._options.receiver} has another directory of shared memory than the "
+                        f"engine at {self._url}. Remedy (FC951): run `flexckpt receive` where the engine runs, with "
+                        "the same directory"
                     ]
                 )
             return remote, remote.path.encode()
@@ -279,6 +285,9 @@ class WeightChannel:
         self._comm.together(finish, self._context)
         return written, paths[self._comm.ranks.index(route.leader)].decode()
 
+    def _connect(self, names: SegmentNames) -> RemoteSink:
+        return RemoteSink(str(self._options.receiver), os.environ.get(SECRET, "").encode(), names)
+
     def _finish(self, route: Route, sent: Sent) -> PushReport:
         """Wait for the engine, with the other ranks."""
         self._pending = None
@@ -288,13 +297,15 @@ class WeightChannel:
 
         try:
             _, answers = self._comm.together(outcome, self._context)
-        except CheckpointError:
+        except CheckpointError as error:
             self._drop(route, sent.names)
+            notify("push", self._url, time.perf_counter() - sent.begin, error)
             raise
         done = json.loads(answers[self._options.coordinator_rank])
         self._version, self._key, self._pushed = sent.version, key_of(sent.version, sent.path), self._pushed + 1
         self._spare, self._current = self._current if done["released"] else "", sent.names.token
-        return PushReport(
+        total = time.perf_counter() - sent.begin
+        report = PushReport(
             url=self._url,
             version=sent.version,
             keys=route.weights.keys,
@@ -303,15 +314,17 @@ class WeightChannel:
             bytes_written=sent.written,
             planned=sent.planned,
             recycled=bool(sent.names.recycled),
-            seconds={"write": sent.seconds, **done["seconds"], "total": time.perf_counter() - sent.begin},
+            seconds={"write": sent.seconds, **done["seconds"], "total": total},
         )
+        notify("push", self._url, total, report)
+        return report
 
     def _drop(self, route: Route, names: SegmentNames) -> None:
-        """Remove a segment that the engine did not take."""
-        self._directory.forget(names.kept)
-        if route.is_here and names.leads:
-            with contextlib.suppress(OSError):
-                self._directory.remove(replace(names, token=""))
+        """Remove segments that the engine does not use."""
+        with contextlib.suppress(OSError, CheckpointError):
+            self._directory.clear(replace(names, leads=names.leads and route.is_here))
+            if not route.is_here and self._comm.rank == route.leader:
+                self._connect(replace(names, token="")).close()
 
     @same_on_all_ranks(model=SHARDS)
     def verify(self, model: Any) -> ComparedWeightsReport:

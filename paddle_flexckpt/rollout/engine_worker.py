@@ -159,7 +159,7 @@ class EngineWorker:
         self._drop_staged()
         if not isinstance(version, str) or version in ("", BASE, UNDEFINED):
             raise ValidationError(f"a version cannot have the name {version!r}")
-        tensors = MappedTensors([path])
+        tensors = MappedTensors([path], held=True)
         problems = list(_differences(self._base.kinds, tensors.kinds, path))
         if problems:
             tensors.close()

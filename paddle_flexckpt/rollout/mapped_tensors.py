@@ -19,6 +19,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Pro
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.media.local import LocalInputFile
 from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, read_header
+from paddle_flexckpt.rollout.segment import hold
 
 _INDEX = "model.safetensors.index.json"
 _NUMPY = {dtype.safetensors: dtype.numpy for dtype in DTYPES.values() if dtype.trailing == 1}
@@ -36,8 +37,8 @@ class MappedTensors:
         kinds: Their element types and shapes.
     """
 
-    def __init__(self, paths: Iterable[str]) -> None:
-        """Map the files.
+    def __init__(self, paths: Iterable[str], held: bool = False) -> None:
+        """Map the files; with ``held`` `flexckpt clean` leaves them alone.
 
         Raises:
             CorruptCheckpointError: A file is not a whole safetensors file.
@@ -47,7 +48,7 @@ class MappedTensors:
         self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._maps: list[mmap.mmap] = []
         for path in paths:
-            tensors, memory = _map_file(path)
+            tensors, memory = _map_file(path, held)
             self._maps.append(memory)
             # An array of numpy keeps the map from being closed; a tensor of torch over the map itself would not.
             whole = np.frombuffer(memory, np.uint8)
@@ -65,9 +66,12 @@ class MappedTensors:
         return all([_close(memory) for memory in maps])
 
 
-def _map_file(path: str) -> tuple[Mapping[str, StoredTensor], mmap.mmap]:
-    file = LocalInputFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+def _map_file(path: str, held: bool) -> tuple[Mapping[str, StoredTensor], mmap.mmap]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = LocalInputFile(descriptor, path)
     try:
+        if held:
+            hold(descriptor)
         tensors = read_header(file, path).tensors
         memory = file.memory_map()
     finally:

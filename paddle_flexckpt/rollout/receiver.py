@@ -88,7 +88,7 @@ class RemoteSink:
         Args:
             address: ``host:port`` of the receiver.
             secret: The common secret.
-            names: The segment.
+            names: The segment; without a token, others of the channel are removed, and the connection ends.
 
         Raises:
             CheckpointError: The receiver cannot be reached, or refuses.
@@ -213,17 +213,29 @@ class Receiver:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(GREETING_SECONDS)
+        directory, names = None, None
         try:
-            memory = self._open(connection)
+            directory, names = self._greet(connection)
+            with self._lock:
+                if names.token:
+                    memory = directory.opened(names)
+                else:
+                    directory.clear(names)
+            _send_text(connection, {"place": directory.place, "path": directory.path(names.file(names.token))})
+            if not names.token:
+                return
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
             written = _receive(connection, memory)
             _send_text(connection, {"written": written})
-        except (EOFError, ConnectionError, TimeoutError):
-            return  # the sender died, and says so itself if it lives
-        except (OSError, ValueError, TypeError, KeyError, CheckpointError) as error:
+        except (OSError, EOFError, ValueError, TypeError, KeyError, CheckpointError) as error:
+            if directory is not None and names is not None:
+                with self._lock:  # a part will never come: nobody can use the segment
+                    directory.drop(names)
+            if isinstance(error, (EOFError, ConnectionError, TimeoutError)):
+                return  # the sender died, and says so itself if it lives
             try:
                 _send_text(connection, {"error": str(error)})
                 connection.shutdown(socket.SHUT_WR)
@@ -232,7 +244,7 @@ class Receiver:
             except OSError:
                 return
 
-    def _open(self, connection: socket.socket) -> np.ndarray:
+    def _greet(self, connection: socket.socket) -> tuple[SegmentDirectory, SegmentNames]:
         challenge = os.urandom(16)
         connection.sendall(challenge)
         asked = _read_text(connection)
@@ -241,13 +253,10 @@ class Receiver:
         if asked.pop("protocol", None) != PROTOCOL:
             raise ValueError("another version of the library sends")
         names = SegmentNames(**{**asked, "kept": tuple(asked["kept"])})
-        if not all(each.isalnum() for each in (names.channel, names.token, *names.kept)):
+        if not all(each.isalnum() for each in (names.channel, names.token or "0", *names.kept)):
             raise ValueError("names that no sender gives")
         with self._lock:
-            directory = self._channels.setdefault(names.channel, SegmentDirectory(self._directory))
-            memory = directory.opened(names)
-        _send_text(connection, {"place": directory.place, "path": directory.path(names.file(names.token))})
-        return memory
+            return self._channels.setdefault(names.channel, SegmentDirectory(self._directory)), names
 
 
 def _receive(connection: socket.socket, memory: np.ndarray) -> int:

@@ -9,11 +9,13 @@ Tested in tests/rollout/test_segment.py.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import mmap
 import os
+import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +23,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CheckpointError
 
 DIRECTORY = "/dev/shm"
+_NAME = re.compile(r"flexckpt-[0-9a-z]+-[0-9a-z]+\.safetensors", re.ASCII)
 # numpy's types by the size of an element; regions are moved, not computed with.
 ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -153,6 +156,7 @@ class SegmentDirectory:
     def _create(self, path: str, nbytes: int) -> np.ndarray:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            hold(descriptor)
             # A write to a page that shared memory has no room for would end the process.
             os.posix_fallocate(descriptor, 0, nbytes)
             return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
@@ -181,6 +185,18 @@ class SegmentDirectory:
         """Unmap all segments but some."""
         self._maps = {token: memory for token, memory in self._maps.items() if token in kept}
 
+    def clear(self, names: SegmentNames) -> None:
+        """Unmap all segments but those that are kept, and remove their files if this process leads."""
+        self.forget(names.kept)
+        if names.leads:
+            self.remove(replace(names, token=""))
+
+    def drop(self, names: SegmentNames) -> None:
+        """Unmap the new segment, and remove its file."""
+        if self._maps.pop(names.token, None) is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path(names.file(names.token)))
+
 
 class LocalSink:
     """A segment in this machine's shared memory as a destination."""
@@ -195,6 +211,50 @@ class LocalSink:
 
     def finish(self) -> None:
         """Do nothing: what is written is there."""
+
+
+@dataclass(frozen=True)
+class SegmentFile:
+    """A segment of any channel.
+
+    Attributes:
+        path: Its file.
+        bytes: The file's size.
+        held: Whether a process has it mapped, or cannot be asked.
+    """
+
+    path: str
+    bytes: int
+    held: bool
+
+
+def find_segments(directory: str, remove: bool = False) -> list[SegmentFile]:
+    """Return the segments in a directory; with ``remove`` remove those that no process holds."""
+    found = []
+    for name in sorted(filter(_NAME.fullmatch, os.listdir(directory))):
+        path, held = os.path.join(directory, name), False
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            found.append(SegmentFile(path, os.stat(path).st_size, True))
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if remove:
+                os.unlink(path)
+        except BlockingIOError:
+            held = True
+        finally:
+            found.append(SegmentFile(path, os.fstat(descriptor).st_size, held))
+            os.close(descriptor)
+    return found
+
+
+def hold(descriptor: int) -> None:
+    """Keep a segment from being removed as one that no process uses, until its memory map is closed."""
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def bytes_region(base: int, nbytes: int) -> Region:

@@ -145,6 +145,31 @@ def test_a_handle_raises_what_failed_each_time(stub):
     assert stub.holds(weights(1))
 
 
+def test_observers_are_told_of_each_push(stub):
+    channel, model, events = fc.WeightChannel(stub.url), tensors(1), []
+    with fc.observe(events.append):
+        report = channel.push(model)
+        handle = channel.push(model, wait=False)
+        assert len(events) == 1
+        later = handle.result()
+        assert handle.result() is later
+        stub.faults["flex_commit"] = [500]
+        handle = channel.push(model, wait=False)
+        with pytest.raises(fc.EngineError):
+            channel.push(model)  # what failed is the push before
+        stub.close()
+        with pytest.raises(fc.EngineError):
+            channel.push(model)
+    assert [(each.call, each.path, each.report) for each in events] == [
+        ("push", stub.url, report),
+        ("push", stub.url, later),
+        ("push", stub.url, None),
+        ("push", stub.url, None),
+    ]
+    assert [each.error_type for each in events] == ["", "", "EngineError", "EngineError"]
+    assert events[1].seconds >= later.seconds["write"]
+
+
 def test_requests_under_way_end_well(stub):
     """One token comes from the old version, the next ones from the new: as the engine documents ``mode=keep``."""
     from tests.rollout.engine_calls import call
@@ -406,6 +431,22 @@ def test_a_rank_elsewhere_needs_a_receiver(stub, monkeypatch):
     monkeypatch.setattr(weight_channel.WeightChannel, "_own_place", lambda self: b"another machine")
     with pytest.raises(fc.ValidationError, match=r"on another machine than rank 0. Remedy \(FC951\): run"):
         fc.WeightChannel(stub.url).push(tensors(1))
+
+
+def test_a_push_that_fails_leaves_no_memory_on_the_engines_machine(stub, receiver):
+    channel, model = fc.WeightChannel(stub.url, **receiver), tensors(1)
+    for before in (0, 1):
+        stub.faults["flex_commit"] = [500]
+        with pytest.raises(fc.EngineError, match="injected fault"):
+            channel.push(model)
+        assert len(segments(stub.url)) == before
+        with pytest.raises(fc.EngineError, match="not fit"):
+            channel.push({**model, "more": paddle.zeros([2])})
+        assert len(segments(stub.url)) == before
+        channel.push(model)
+    assert stub.holds(weights(1))
+    channel.close()
+    assert len(segments(stub.url)) == 1
 
 
 def test_a_receiver_beside_another_engine(stub, tmp_path, monkeypatch):

@@ -150,3 +150,29 @@ def test_a_message_is_no_object(receiver):
         text = json.dumps([1]).encode()
         stranger.sendall(len(text).to_bytes(4, "little") + text)
         assert b"a message that is no object" in stranger.recv(1 << 16)
+
+
+@pytest.mark.parametrize("how", ["disconnects", "sends nonsense"])
+def test_a_segment_of_which_a_sender_fails_is_removed_at_once(receiver, tmp_path, how):
+    sinks = [RemoteSink(receiver.address, b"s", FIRST) for _ in range(2)]
+    kept = RemoteSink(receiver.address, b"s", replace(FIRST, token="bb", kept=("aa",), leads=False))
+    kept.finish()
+    sinks[0].write(bytes_region(0, 64), np.zeros(64, np.uint8))
+    sinks[0].finish()
+    assert len(os.listdir(tmp_path)) == 2
+    if how == "sends nonsense":
+        sinks[1].write(bytes_region(60, 5), np.zeros(5, np.uint8))
+        with pytest.raises(CheckpointError):
+            sinks[1].finish()
+    sinks[1].close()
+    while len(os.listdir(tmp_path)) == 2:
+        pass
+    assert os.listdir(tmp_path) == ["flexckpt-c-bb.safetensors"]
+
+
+def test_segments_are_removed_by_request(receiver, tmp_path):
+    for token, kept in (("aa", ()), ("bb", ("aa",))):
+        RemoteSink(receiver.address, b"s", replace(FIRST, token=token, kept=kept)).finish()
+    assert len(os.listdir(tmp_path)) == 2
+    RemoteSink(receiver.address, b"s", replace(FIRST, token="", kept=("aa",), nbytes=0)).close()
+    assert os.listdir(tmp_path) == ["flexckpt-c-aa.safetensors"]
