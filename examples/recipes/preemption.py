@@ -41,7 +41,7 @@ with CheckpointManager("runs/preemption", save_when=SaveEvery(100), keep=KeepLat
             print(f"step {step}: loss {float(loss):.4f}")
         if step == TAKEN_AWAY and rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)  # the cluster does this
-        if manager.should_save(step):  # True on all ranks once one has the signal
+        if manager.should_save(step) or step == STEPS:  # True on all ranks once one has the signal
             manager.save(step, model=model, optimizer=optimizer)
         if manager.should_stop:
             break

@@ -6,12 +6,14 @@ Tested in tests/cli/test_cli.py and tests/cli/test_verify.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import in_words_of, printable
 from paddle_flexckpt.cli.common import (
     Outcome,
@@ -26,6 +28,7 @@ from paddle_flexckpt.cli.common import (
     progress_bar,
     write_page,
 )
+from paddle_flexckpt.media.opening import open_backend
 
 if TYPE_CHECKING:
     from paddle_flexckpt.cli.outputs import ShownTensor
@@ -107,7 +110,7 @@ def _add_verify(commands: Any) -> None:
         "verify",
         help="read a whole checkpoint and list all that is damaged",
         description="Reads a whole checkpoint, or all of a run's steps, and lists all that is damaged. The exit "
-        "status is 0 where nothing is, and 1 otherwise.",
+        "status is 0 where nothing is, and no save of the run has died, and 1 otherwise.",
         epilog="example: flexckpt verify run/step_00000100",
     )
     add_checkpoint(parser, "directory or URL of the checkpoint, or of a run with its steps")
@@ -216,7 +219,18 @@ def _shown(reader: TensorReader, text: str) -> tuple[ShownTensor, str]:
     if of_all:
         head += f", from {found.smallest:.6g} to {found.largest:.6g}"
         head += f", mean {found.mean:.6g}, deviation {found.deviation:.6g}"
-    return found, f"{head}, {found.zeros} zeros, {found.not_finite} not finite\n{text_of_values}"
+    shown = _as_text(text, array) or text_of_values
+    return found, f"{head}, {found.zeros} zeros, {found.not_finite} not finite\n{shown}"
+
+
+def _as_text(key: str, array: np.ndarray) -> str:
+    """Return the text that a tensor of a run's extra state is; "" if it is none."""
+    if not key.startswith(EXTRA_STATE) or array.dtype != np.uint8:
+        return ""
+    with contextlib.suppress(ValueError):
+        json.loads(array.tobytes())
+        return printable(array.tobytes().decode())
+    return ""
 
 
 def _part(text: str) -> Any:
@@ -266,7 +280,8 @@ def _diff(options: argparse.Namespace) -> Outcome:
 
 
 def _verify(options: argparse.Namespace) -> Outcome:
-    """Return one line for each problem and a summary; code 1 if there is a problem."""
+    """Return one line for each problem and a summary, and the unfinished saves of a run; code 1 if not all is well."""
+    from paddle_flexckpt.cli.overview import find_unfinished, is_all_running, unfinished_lines
     from paddle_flexckpt.tools.verification import verify_checkpoint
 
     steps = checkpoints_of(options.source, options.unique_id)
@@ -275,15 +290,17 @@ def _verify(options: argparse.Namespace) -> Outcome:
         with progress_bar(options.json) as progress:
             reports.append(verify_checkpoint(path, unique_id, progress=progress))
     damaged = sum(not each.ok for each in reports)
+    unfinished = find_unfinished(open_backend(options.source)) if steps else []
+    ok = not damaged and is_all_running(unfinished)
     if options.json and steps:
         from paddle_flexckpt.cli.outputs import VerifyRunReport
 
-        return Outcome(VerifyRunReport(options.source, not damaged, reports).to_json(), int(bool(damaged)))
+        return Outcome(VerifyRunReport(options.source, ok, reports, unfinished).to_json(), int(not ok))
     if options.json:
         return Outcome(reports[0].to_json(), damaged)
     lines = [line for each in reports for line in (*_problem_lines(each.problems), each.summary())]
     lines += [f"{options.source}: {len(steps) - damaged} of {len(steps)} checkpoints are whole"] if steps else []
-    return Outcome("\n".join(lines), int(bool(damaged)))
+    return Outcome("\n".join([*lines, *unfinished_lines(options.source, unfinished)]), int(not ok))
 
 
 def _problem_lines(problems: list[Problem]) -> list[str]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, printable
 from paddle_flexckpt.cli.common import add_checkpoint, add_json, table
 from paddle_flexckpt.foreign.formats import FORMATS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.optimizer_states import split_state
+from paddle_flexckpt.tools.step_record import read_record
 
 if TYPE_CHECKING:
     from paddle_flexckpt.cli.outputs import InspectReport
@@ -45,7 +47,8 @@ def _inspect(options: argparse.Namespace) -> str:
         return _inspect_report(directory, manifest, chosen).to_json()
     if options.key:
         return "\n".join(line for key in options.key for line in _shards(manifest.catalog, key))
-    return "\n".join([_head(directory, manifest), *_keys(manifest.catalog), *_totals(manifest)])
+    head = _head(directory, manifest, _run_of(directory, manifest))
+    return "\n".join([head, *_keys(manifest.catalog), *_totals(manifest)])
 
 
 def _inspect_report(
@@ -82,15 +85,25 @@ def _inspect_report(
         world_size=manifest.world_size,
         format=FORMATS[manifest.origin].title if manifest.foreign else "flexckpt",
         tensors=tensors,
+        run=_run_of(directory, manifest) or None,
     )
 
 
-def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:
+def _run_of(directory: CheckpointDirectory, manifest: Manifest) -> str:
+    """Return what identifies the run that saved a checkpoint; "" if no manager did, or it cannot be read."""
+    with contextlib.suppress(CorruptCheckpointError, ValidationError, OSError):
+        record = read_record(directory.backend, manifest, quickly=True)
+        return record.run if record else ""
+    return ""
+
+
+def _head(directory: CheckpointDirectory, manifest: Manifest, run: str) -> str:
     others = [number for number in directory.list_ids() if number != manifest.unique_id]
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     return (
         f"{directory.path}, id {manifest.unique_id}: saved by {ranks}, step "
         f"{'unknown' if manifest.step is None else manifest.step}"
+        + (f", run {run}" if run else "")
         + (f"; {FORMATS[manifest.origin].title}, without checksums" if manifest.foreign else "")
         + (f"; partial: {manifest.partial}" if manifest.partial else "")
         + (f"; other ids here: {others}" if others else "")

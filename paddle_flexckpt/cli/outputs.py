@@ -67,6 +67,7 @@ class InspectReport(Report):
         world_size: Ranks that saved it.
         format: ``flexckpt``, or the name of a foreign format.
         tensors: All tensors, or the requested ones, by key.
+        run: What identifies the run that saved it, if a manager recorded that.
     """
 
     path: str
@@ -75,6 +76,7 @@ class InspectReport(Report):
     world_size: int
     format: str
     tensors: dict[str, StoredTensor]
+    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,12 @@ class ListedCheckpoint(CheckpointInfo):
     Attributes:
         time: When it was saved, in seconds since 1970, if a manager recorded that.
         metrics: The metrics that a manager recorded, by name.
+        run: What identifies the run that saved it, if a manager recorded that.
     """
 
     time: float | None = None
     metrics: Mapping[str, float] | None = None
+    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -168,11 +172,13 @@ class VerifyRunReport(Report):
         root: Its directory.
         ok: Whether nothing is wrong in any.
         checkpoints: The report of each, by rising step.
+        unfinished: The saves that have begun and are not complete. One that died is not ``ok``.
     """
 
     root: str
     ok: bool
     checkpoints: list[VerifyReport]
+    unfinished: list[UnfinishedSave]
 
 
 @dataclass(frozen=True)

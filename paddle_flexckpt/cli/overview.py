@@ -41,7 +41,7 @@ def add_command(commands: Any) -> None:
         help="list the checkpoints of a directory: step, age, size, whether each is complete",
         description="Lists the checkpoints in a directory and in those up to two levels below it, and the saves that "
         "have begun and are not complete. Bytes of tensors are not read: `flexckpt verify` does that. The exit status "
-        "is 1 if a checkpoint is not complete, or none is there.",
+        "is 1 if a checkpoint is not complete, a save has died, or no checkpoint is there.",
         epilog="example: flexckpt ls run",
     )
     listing.add_argument(
@@ -87,11 +87,11 @@ def add_command(commands: Any) -> None:
 
 
 def _list(options: argparse.Namespace) -> Outcome:
-    """Return a line for each checkpoint and each unfinished save; code 1 if a checkpoint is not complete."""
+    """Return a line for each checkpoint and unfinished save; code 1 if one is not complete, and is not being saved."""
     backend = open_backend(options.root)
     _check_exists(backend)
     found = _checkpoints(backend)
-    unfinished = [save for each in walk(backend) for save in unfinished_in(each)]
+    unfinished = find_unfinished(backend)
     if not found and not unfinished:
         raise ValidationError(
             [f"there are no checkpoints in {backend.path} and below. Remedy (FC301): correct the path"]
@@ -105,13 +105,14 @@ def _list(options: argparse.Namespace) -> Outcome:
                 **vars(info),
                 time=None if record is None else record.time,
                 metrics=None if record is None else record.metrics,
+                run=(record.run or None) if record else None,
             )
             for info, record in zip(found, records)
         ]
         text = ListReport(backend.path, listed, unfinished).to_json()
     else:
         now = time.time()
-        lines = [("step", "id", "age", "bytes", "ranks", "complete", "metrics", "path")]
+        lines = [("step", "id", "age", "bytes", "ranks", "complete", "run", "metrics", "path")]
         for info, record in zip(found, records):
             metrics = record.metrics if record else {}
             lines.append(
@@ -122,13 +123,14 @@ def _list(options: argparse.Namespace) -> Outcome:
                     format_bytes(info.total_bytes),
                     str(info.world_size),
                     "yes" if info.complete else "no",
+                    (record.run if record else "") or "-",
                     ", ".join(f"{name} {value:.6g}" for name, value in metrics.items()) or "-",
                     info.path + (f": {info.problem}" if info.problem else ""),
                 )
             )
         shown = table(lines, right=(0, 1, 2, 3, 4)) if found else []
-        text = "\n".join([*shown, *map(_unfinished_line, unfinished), *_clean_hint(options.root, unfinished)])
-    return Outcome(text, int(not found or not all(info.complete for info in found)))
+        text = "\n".join([*shown, *unfinished_lines(options.root, unfinished)])
+    return Outcome(text, int(not (found and all(info.complete for info in found) and is_all_running(unfinished))))
 
 
 def _check_exists(backend: Backend) -> None:
@@ -139,11 +141,30 @@ def _check_exists(backend: Backend) -> None:
 
 
 def _checkpoints(backend: Backend) -> list[CheckpointInfo]:
-    """Return the checkpoints in a directory, right below it, and below those directories that have none."""
+    """Return the checkpoints in a directory, right below it, and below those directories that have none.
+
+    Directories below may be those of a memory tier, which have a directory for each run.
+    """
     found = list_checkpoints(backend)
     seen = {info.path for info in found}
     children = [backend.child(name) for name in sorted(backend.names("directories"))]
+    children += [each.child(os.path.basename(run.path)) for each in children for run in find_runs(each)]
     return found + [info for each in children if each.path not in seen for info in list_checkpoints(each)]
+
+
+def find_unfinished(backend: Backend) -> list[UnfinishedSave]:
+    """Return the saves, in a directory and up to two levels below it, that are running or died."""
+    return [save for each in walk(backend) for save in unfinished_in(each, ask=True)]
+
+
+def is_all_running(unfinished: Sequence[UnfinishedSave]) -> bool:
+    """Return whether no save of these has died, as far as can be known."""
+    return all(save.running for save in unfinished)
+
+
+def unfinished_lines(root: str, unfinished: Sequence[UnfinishedSave]) -> list[str]:
+    """Return a line for each unfinished save, and what removes those that died."""
+    return [*map(_unfinished_line, unfinished), *_clean_hint(root, unfinished)]
 
 
 def _unfinished_line(save: UnfinishedSave) -> str:
@@ -155,8 +176,7 @@ def _unfinished_line(save: UnfinishedSave) -> str:
 
 
 def _clean_hint(root: str, unfinished: Sequence[UnfinishedSave]) -> list[str]:
-    may_have_died = not all(save.running for save in unfinished)
-    return [f"`flexckpt clean {root} --remove` removes what died"] if may_have_died else []
+    return [] if is_all_running(unfinished) else [f"`flexckpt clean {root} --remove` removes what died"]
 
 
 def _clean(options: argparse.Namespace) -> Outcome:
@@ -167,7 +187,8 @@ def _clean(options: argparse.Namespace) -> Outcome:
     _check_exists(backend)
     if options.unique_id is not None or options.step is not None:
         return _clean_one(options, backend)
-    runs = find_runs(backend)
+    below = [backend.child(name) for name in sorted(backend.names("directories"))]
+    runs = [run for each in (backend, *below) for run in find_runs(each)]
     segments = find_segments(backend.path, options.remove) if backend.has_path else []
     freed = [run.path for run in runs if options.remove and remove_unheld(run)]
     freed += [each.path for each in segments if options.remove and not each.held]

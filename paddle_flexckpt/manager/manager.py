@@ -71,9 +71,7 @@ class CheckpointManager:
 
     Every rank of the group makes a manager and calls the same methods with the same arguments. The constructor and all
     methods communicate, except where their documentation says otherwise. Errors are raised on every rank with the same
-    text.
-
-    A manager that is given a model calls ``fc.install()``.
+    text. A manager that is given a model calls ``fc.install()``.
 
     Attributes:
         path: The root; a relative path is made absolute when the manager is made.
@@ -108,8 +106,8 @@ class CheckpointManager:
         self._pending = PendingSteps(self._comm)
         self._closed = False
         self._run: str | None = None  # what identifies the run, from the first save on
-        self._restored: Which | None = None  # the step that the run continues
-        self._continued = ""  # the run of that step, if it was in memory
+        self._is_checked = False  # whether the root is known to have no steps of another run
+        self._continues: tuple[Which | None, str] = None, ""  # a step, and its run if it was in memory
         self._wanted: tuple[int, bool, bool] = (-1, True, False)  # a step; whether it is wanted in the root, in memory
         self._signals = PreemptionSignals(())
         objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
@@ -176,18 +174,22 @@ class CheckpointManager:
 
         :meth:`save` then saves the step to the root, to the ``memory``, or to both, as their policies want. It is False
         for the step that was saved or restored last. One small collective; none with ``preemption_signals=()`` and
-        policies that need no clock; one more if a policy of ``memory`` needs one.
+        policies that need no clock; one more if a policy of ``memory`` needs one, and in the first call, in which the
+        coordinator looks whether the root has steps of another run.
 
         Args:
             step: The step that has just ended.
 
         Raises:
-            ValidationError: Ranks are at different steps.
+            ValidationError: Ranks are at different steps, or the root has steps of another run.
         """
         self._check_open()
         step, context = plain_integer(step), f"cannot decide about saving in {self.path!r}"
         to_root = self._schedule.should_save(step, context)
         to_memory = self._memory.schedule.should_save(step, context)
+        if self._run is None and not self._is_checked:
+            self._comm.lead(0, lambda: self._steps.find_run(step, *self._continues), context)
+            self._is_checked = True
         self._wanted = step, to_root, to_memory
         return to_root or to_memory
 
@@ -288,7 +290,7 @@ class CheckpointManager:
         check_step(asked.step)
         shards, numbers, run = objects.shards(), check_metrics(metrics), self._run
         if run is None and self._comm.position == 0:
-            run = self._steps.begin_run(asked.step, self._restored, self._continued)
+            run = self._steps.begin_run(asked.step, *self._continues)
         contents = StepContents(shards, numbers, run or "")
         contents.shards.update(objects.extra_state(asked.step, asked.rng, dataloader, extra))
         if self._comm.position == 0 and where["to_root"]:
@@ -388,11 +390,11 @@ class CheckpointManager:
             report, whole = restore_first(candidates, dict(damaged), self._comm, asked, context)
         except CorruptCheckpointError:
             # If training starts anew after this error, its steps belong to the same run: that of the latest step.
-            self._run, self._restored, self._continued = None, "latest", self._memory.note_restored(None)
+            self._run, self._continues, self._is_checked = None, ("latest", self._memory.note_restored(None)), False
             raise
         self._pending.doubtful |= report.skipped.keys() - whole
         self._schedule.note(report.step, saved=False)
-        self._run, self._restored, self._continued = None, report.step, self._memory.note_restored(report)
+        self._run, self._continues, self._is_checked = None, (report.step, self._memory.note_restored(report)), False
         return report
 
     def all_steps(self) -> list[int]:

@@ -7,8 +7,7 @@ import errno
 import logging
 import os
 import re
-import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, Union
@@ -16,13 +15,13 @@ from typing import Literal, Union
 from paddle_flexckpt.catalog import (
     CheckpointError,
     CorruptCheckpointError,
-    Problem,
     UnreadableCheckpointError,
     ValidationError,
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.manager.anchor import ANCHOR, AnchorFile
+from paddle_flexckpt.manager.identities import identify_run, of_one_run
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
 from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interrupted, name_of, page_of, report_of
 from paddle_flexckpt.media.backend import Backend, Location, map_files, write_file
@@ -59,6 +58,7 @@ class StepDirectories:
     Attributes:
         path: The root.
         anchor: What it says of the memory of nodes.
+        run: The run that saves here, whose steps alone retention removes; None until :meth:`begin_run`.
     """
 
     def __init__(self, root: Location) -> None:
@@ -73,6 +73,7 @@ class StepDirectories:
         self._cleaned: set[int] = set()
         # The steps that were here when this run began to save, and those that it has saved since.
         self._own: set[int] = set()
+        self.run: str | None = None
 
     def directory(self, step: int) -> Backend:
         """Return the directory of a step, whether it exists or not."""
@@ -200,7 +201,9 @@ class StepDirectories:
             raise ValidationError(
                 [f"there is no complete checkpoint of step {which} in {self.path}; there are {steps}"]
             )
-        return order if fallback else order[:1], damaged
+        if not fallback:
+            return order[:1], damaged
+        return of_one_run(self.path, order, _identities(self._look_at(order))), damaged
 
     def best(self, best: KeepBest | None, fallback: bool = False) -> tuple[list[int], dict[int, str]]:
         """Return steps by a metric, the best first, and the problems of damaged ones; errors as of :meth:`order`."""
@@ -220,45 +223,28 @@ class StepDirectories:
             )
         return best_first(records, best.metric, best.mode), damaged
 
+    def find_run(self, step: int, restored: Which | None, run: str = "") -> str:
+        """Return the identity of the run that saves ``step`` first, now or later, as :func:`identify_run` does."""
+        known = self._look_at(self.steps())
+        return identify_run(self.path, known, _identities(known), step, restored, run)
+
     def begin_run(self, step: int, restored: Which | None, run: str = "") -> str:
-        """Return the identity of the run that is about to save its first step.
+        """Begin to save the steps of a run; return its identity, as :func:`identify_run` does.
 
-        It is ``run``, or that of the step ``restored`` (``"latest"``: the highest step that has an identity), or a new
-        one.
-
-        Raises:
-            ValidationError: Another run has higher steps, which a later restore would take for this run's latest.
-                Of steps of this run there is a warning.
+        Of higher steps of this run there is a warning: a later restore of the latest takes them.
         """
-        found: dict[int, _CachedStep] = {}
         self._own |= {*self._directories()}
-        for each in sorted(self._own):
-            if each == restored or each > step:
-                with contextlib.suppress(OSError):  # it does not exist, or cannot be restored
-                    found[each] = self._look(each)
-        records = [known.record for known in found.values() if known.record is not None]
-        before = [record.run for record in records if restored in (record.step, "latest")]
-        run = run or (before[-1] if before else secrets.token_hex(8))
-        others = [record.step for record in records if record.step > step and record.run != run]
-        if others:
-            raise ValidationError(
-                Problem(
-                    f"{self.path} has steps of another run, {', '.join(map(str, others[:9]))}, above step {step} of "
-                    "this run: a later restore of the latest would go on with that run",
-                    code="FC903",
-                    remedy="give this run another directory, or move those steps to another directory; to go on with "
-                    "that run, call restore() before the first save",
-                )
-            )
-        left = [str(record.step) for record in records if record.step > step]
+        known = self._look_at(self.steps())
+        self.run = run = identify_run(self.path, known, _identities(known), step, restored, run)
+        left = [str(each) for each in _identities(known) if each > step]
         if left:
             logger.warning(
                 f"{self.path} has steps {', '.join(left[:9])} of this run above step {step}, from before it went back: "
                 "a restore of the latest takes them, not this step. Remedy (FC903): move those steps to another "
                 "directory; or continue in another root, with a manager of its own"
             )
-        self._cache.update(found)
-        self.anchor.begin(known.token for each, known in found.items() if each > step and known.token)
+        self._cache.update(known)
+        self.anchor.begin(found.token for each, found in known.items() if each > step and found.token)
         return run
 
     def find_memory(self) -> tuple[str, str, list[tuple[int, int]]]:
@@ -318,22 +304,10 @@ class StepDirectories:
         self._write_beside(step, page_of(step), content)
         self._root.sync()
 
-    def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:
-        """Remove the directory of a save that failed; explain a full disk if there are policies (``keeps``).
-
-        All ranks may call it. The coordinator has removed the files of all ranks, so the directory is empty.
-
-        Raises:
-            CheckpointError: The disk is full; the text has a remedy.
-        """
+    def give_up(self, step: int) -> None:
+        """Remove the directory of a save that failed; the coordinator has removed the files of all ranks there."""
         with contextlib.suppress(OSError):
             self.directory(step).remove_directory()
-        if keeps and is_full(error):
-            raise CheckpointError(
-                f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to be "
-                "room for one more than is kept. Remedy (FC402): make room; or keep fewer, and save again: the others "
-                "are removed even if that save fails, so that the one after it has room"
-            ) from error
 
     def retain(
         self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int], doubtful: Collection[int] = ()
@@ -380,6 +354,7 @@ class StepDirectories:
             )
         # For these no warning was logged, as they may be readable the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
+        records = [record for record in records if record.run == self.run]
         complete = [record for record in records if record.step not in {*busy, *doubtful}]
         unneeded = {*steps_to_remove(records, policies, newest)}
         removable = [step for step in steps_to_remove(complete, policies, newest) if step in unneeded]
@@ -412,6 +387,22 @@ class StepDirectories:
                     raise
         if MANIFEST not in self.directory(step).names():
             self._root.remove(name)
+
+
+def _identities(known: Mapping[int, _CachedStep]) -> dict[int, str | None]:
+    return {step: each.record.run if each.record else None for step, each in known.items() if not each.problem}
+
+
+def explain_full(error: CheckpointError, removed: Sequence[int]) -> str:
+    """Return the text of an error of a full disk, after which some steps that need not be kept were removed."""
+    if removed:
+        steps = ", ".join(map(str, removed))
+        return f"{error}. Steps {steps}, which need not be kept, were removed to make room. Remedy (FC402): save again"
+    return (
+        f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to be room for "
+        "one more than is kept, and there is nothing to remove yet. Remedy (FC402): make room; or, if more than one "
+        "step is kept, keep fewer, and save twice: the first removes the others even if it fails"
+    )
 
 
 def is_full(error: CheckpointError) -> bool:

@@ -6,15 +6,16 @@ Tested in tests/manager/test_manager.py and tests/manager/test_step_directories.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from paddle_flexckpt.background.pending import SaveHandle
-from paddle_flexckpt.catalog import CheckpointError, NotDurableError
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError
 from paddle_flexckpt.manager.manager_options import ManagerOptions, StepOptions
 from paddle_flexckpt.manager.pending_steps import FollowUp, PendingSteps
 from paddle_flexckpt.manager.removal import UNIQUE_ID
-from paddle_flexckpt.manager.step_directories import StepDirectories, is_full
+from paddle_flexckpt.manager.step_directories import StepDirectories, explain_full, is_full
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.saving.save_options import SaveOptions
@@ -68,13 +69,27 @@ class StorageSaves:
         except CheckpointError as error:
             if isinstance(error, NotDurableError):
                 self._pending.doubtful.add(asked.step)
-            if self._comm.position == 0 and is_full(error):
-                # Retention usually follows a successful save, for which there might never be room without it. Its
-                # errors must not hide the error of the save.
-                with contextlib.suppress(CheckpointError, OSError):
-                    self._follow_up.retain()
-            self._steps.give_up(asked.step, error, bool(own.keep))
+            self._steps.give_up(asked.step)
+            if is_full(error) and own.keep and not isinstance(error, LostRankError):
+                raise CheckpointError(explain_full(error, self._make_room())) from None
             raise
+
+    def _make_room(self) -> list[int]:
+        """Remove what need not be kept, and return the steps that are gone. One collective.
+
+        Retention usually follows a successful save, for which there might never be room without it.
+        """
+
+        def remove() -> tuple[None, bytes]:
+            before = set(self._steps.steps()) if self._comm.position == 0 else set()
+            if self._comm.position == 0:
+                with contextlib.suppress(CheckpointError, OSError):  # they must not hide the error of the save
+                    self._follow_up.retain()
+                before -= set(self._steps.steps())
+            return None, json.dumps(sorted(before)).encode()
+
+        _, answers = self._comm.together(remove, f"cannot make room in {self._steps.path!r}")
+        return list(json.loads(answers[0]))
 
     def follow_up(
         self,

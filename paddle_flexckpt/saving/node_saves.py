@@ -199,15 +199,16 @@ def find_nodes(
 def _warn_of_hosts(layout: NodeLayout) -> None:
     """Warn, once in a process, that a host has several directories that protect each other alone."""
     unprotected = layout.unprotected
-    if not unprotected or layout.names in _warned:
+    what = f"{layout.copies} copies" if layout.parity is None else f"parity={layout.parity}"
+    known = what, *unprotected  # each step of a run has directories of its own
+    if not unprotected or known in _warned:
         return
-    _warned.add(layout.names)
-    what = f"node_copies={layout.copies}" if layout.parity is None else f"parity={layout.parity}"
+    _warned.add(known)
     hosts = listed([f"host {host}" for host in unprotected])
     names = listed([name for several in unprotected.values() for name in several])
     logger.warning(
-        f"{what} does not survive the loss of a host: on {hosts}, directories protect each other alone: "
-        f"{names}. Remedy (FC504): give all ranks of a host one directory, or run on more hosts"
+        f"a checkpoint with {what} does not survive the loss of a host: on {hosts}, directories protect each other "
+        f"alone: {names}. Remedy (FC504): give all ranks of a host one directory, or run on more hosts"
     )
 
 

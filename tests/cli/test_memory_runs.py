@@ -70,6 +70,18 @@ def test_a_run_whose_step_is_written_or_read_is_held(tier, capsys):
     assert os.listdir(tier) == []
 
 
+def test_the_memory_of_several_nodes_is_found_above_their_directories(tier, capsys, tmp_path):
+    above = tmp_path / "nodes"
+    above.mkdir()
+    tier.rename(above / "node0")
+    assert main(["ls", str(above)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith(f"{above}/node0/{FIRST}/step_00000020")
+    first, second, _ = clean(above, capsys)
+    assert (f"{above}/node0/{FIRST}" in first, f"{above}/node0/{SECOND}" in second) == (True, True)
+    clean(above, capsys, "--remove")
+    assert os.listdir(above / "node0") == []
+
+
 def test_as_json(tier, capsys):
     size = size_of(tier / FIRST)
     told = json.loads("\n".join(clean(tier, capsys, "--json", "--remove")))

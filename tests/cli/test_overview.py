@@ -33,10 +33,13 @@ VALUES = {
 }
 
 
+RUN = "4d3c2b1a4d3c2b1a"
+
+
 @pytest.fixture
 def root(tmp_path):
     for step, age, loss in ((100, 7200, 2.5), (200, 30, float("nan"))):
-        record = StepRecord(step, time.time() - age, {"loss": loss}).encode()
+        record = StepRecord(step, time.time() - age, {"loss": loss}, RUN).encode()
         save(tmp_path / "run" / f"step_{step:08d}", {**VALUES, RECORD: record}, world=1, step=step)
     return tmp_path / "run"
 
@@ -48,13 +51,23 @@ def printed(capsys, *arguments: str, code: int = 0) -> list[str]:
 
 def test_ls_lists_steps_with_age_and_metrics(root, capsys):
     lines = printed(capsys, "ls", str(root))
-    assert lines[0].split() == ["step", "id", "age", "bytes", "ranks", "complete", "metrics", "path"]
-    assert re.match(r" +100 +0 +2\.0 h +\d+ B +1 +yes +loss 2\.5 +\S+step_00000100$", lines[1])
-    assert re.match(r" +200 +0 +3\d s +\d+ B +1 +yes +loss nan +\S+step_00000200$", lines[2])
+    assert lines[0].split() == ["step", "id", "age", "bytes", "ranks", "complete", "run", "metrics", "path"]
+    assert re.match(r" +100 +0 +2\.0 h +\d+ B +1 +yes +4d3c2b1a4d3c2b1a +loss 2\.5 +\S+step_00000100$", lines[1])
+    assert re.match(r" +200 +0 +3\d s +\d+ B +1 +yes +4d3c2b1a4d3c2b1a +loss nan +\S+step_00000200$", lines[2])
     assert len(lines) == 3
     entries = json.loads("\n".join(printed(capsys, "ls", str(root), "--json")))["checkpoints"]
     assert [(each["step"], each["complete"]) for each in entries] == [(100, True), (200, True)]
-    assert entries[0]["metrics"] == {"loss": 2.5}
+    assert (entries[0]["metrics"], entries[0]["run"]) == ({"loss": 2.5}, RUN)
+    step = str(root / "step_00000100")
+    assert printed(capsys, "inspect", step)[0].endswith(f"step 100, run {RUN}")
+    assert json.loads("\n".join(printed(capsys, "inspect", step, "--json")))["run"] == RUN
+
+
+def test_show_prints_the_text_of_extra_states(root, capsys):
+    """As a run's record, which is JSON."""
+    _, text = printed(capsys, "show", str(root / "step_00000100"), "extra_state.manager")
+    assert json.loads(text)["run"] == RUN
+    assert printed(capsys, "show", str(root / "step_00000100"), "extra_state.common")[1] == "[1 1 1 1 1 1 1 1 1 1]"
 
 
 def test_ls_tells_what_is_not_complete_and_exits_with_1(root, capsys):
@@ -103,7 +116,8 @@ def test_du_sums_up_bytes(tmp_path, capsys, by, expected):
 def test_du_of_a_run_sums_up_its_steps(root, capsys):
     of_one = json.loads("\n".join(printed(capsys, "du", str(root / "step_00000100"), "--json")))
     of_all = json.loads("\n".join(printed(capsys, "du", str(root), "--json")))
-    assert [2 * each["bytes"] for each in of_one["groups"][:3]] == [each["bytes"] for each in of_all["groups"][:3]]
+    one, total = ({each["name"]: each["bytes"] for each in found["groups"]} for found in (of_one, of_all))
+    assert {name: 2 * size for name, size in one.items() if name != "extra state"}.items() <= total.items()
     assert printed(capsys, "du", str(root))[-1] == "in 2 checkpoints"
 
 
@@ -201,20 +215,34 @@ def test_ls_shows_unfinished_saves_and_clean_removes_them(root, capsys):
     inner = root / "checkpoint-20" / "flex_checkpoint"
     names = begun(inner)
     size = 5000 + os.path.getsize(inner / names.marker_file)
-    lines = printed(capsys, "ls", str(root))
+    lines = printed(capsys, "ls", str(root), code=1)
     assert len(lines) == 5
-    line = f"unfinished: {inner}, id 0: 2 files, {format_bytes(size)}; running, or it died"
-    assert lines[3:] == [line, f"`flexckpt clean {root} --remove` removes what died"]
-    (entry,) = json.loads("\n".join(printed(capsys, "ls", str(root), "--json")))["unfinished"]
-    assert (entry["bytes"], entry["files"]) == (size, [names.marker_file, names.data_file(0)])
+    died = f"unfinished: {inner}, id 0: 2 files, {format_bytes(size)}; it died"
+    assert lines[3:] == [died, f"`flexckpt clean {root} --remove` removes what died"]
+    for command in ("ls", "verify"):
+        told = json.loads("\n".join(printed(capsys, command, str(root), "--json", code=1)))
+        (entry,) = told["unfinished"]
+        assert (entry["bytes"], entry["files"], entry["running"]) == (
+            size,
+            [names.marker_file, names.data_file(0)],
+            False,
+        )
+    assert printed(capsys, "verify", str(root), code=1)[-2:] == lines[3:]
     before = sorted(os.listdir(inner))
-    died = line.replace("running, or it died", "it died")
-    assert printed(capsys, "clean", str(root)) == [died, lines[4]]
+    assert printed(capsys, "clean", str(root)) == lines[3:]
     assert sorted(os.listdir(inner)) == before
     assert printed(capsys, "clean", str(root), "--remove") == [died, f"{inner}: 2 files removed, and the directory"]
     assert not inner.exists()
     assert printed(capsys, "clean", str(root)) == [f"there is no unfinished save in {root} and below"]
     assert len(printed(capsys, "ls", str(root))) == 3
+
+
+def test_a_save_that_is_running_is_nothing_wrong(root, capsys):
+    directory = open_to_save(root / "step_00000300")
+    lock, _, _ = directory.begin_save(None, 1)
+    assert printed(capsys, "ls", str(root))[-1].endswith("; running")
+    assert printed(capsys, "verify", str(root))[-1].endswith("; running")
+    lock.release()
 
 
 def test_ls_shows_an_unfinished_save_where_there_is_nothing_else(tmp_path, capsys):

@@ -6,7 +6,7 @@ import errno
 import os
 from dataclasses import dataclass
 
-from paddle_flexckpt.catalog import CheckpointError, NotDurableError
+from paddle_flexckpt.catalog import CheckpointError, NotDurableError, UnreadableCheckpointError
 from tests.crash.explore import Found, chosen
 from tests.crash.file_system import Call, Fault, Interrupted
 from tests.crash.harness import Bench, Run, Violation
@@ -28,8 +28,9 @@ class Failing:
     calls: tuple[str, ...] = ()
 
 
-# What a save may raise; None is said by a rank that has made the commit durable where another could not.
-_ERRORS = {CheckpointError, NotDurableError, type(None)}
+# What a save, or the restore before it, may raise; None is said by a rank that has made the commit durable where
+# another could not.
+_ERRORS = {CheckpointError, NotDurableError, UnreadableCheckpointError, type(None)}
 
 # EINTR reaches Python code from a signal handler that raises only: the interpreter makes the call again (PEP 475).
 FAULTS = {

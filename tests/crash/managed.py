@@ -29,6 +29,11 @@ def _save(manager: CheckpointManager, comm: Communicator, step: int, version: in
     manager.save(step, state=shards(version, comm), rng=False, overwrite=True)
 
 
+def _go_on(manager: CheckpointManager, comm: Communicator) -> None:
+    if manager.latest_step() is not None:
+        manager.restore(state=shards(0, comm))
+
+
 def _name(step: int) -> str:
     return f"{RUN}/step_{step:08d}/0"
 
@@ -41,6 +46,7 @@ def _steps(*steps: int) -> State:
 def _step(number: int, keep: int, version: int | None = None) -> Step:
     def step(root: str, comm: Communicator) -> None:
         with _manager(root, comm, keep) as manager:
+            _go_on(manager, comm)
             _save(manager, comm, number, number if version is None else version)
 
     return step
@@ -49,6 +55,7 @@ def _step(number: int, keep: int, version: int | None = None) -> Step:
 def _background_step(number: int, keep: int) -> Step:
     def step(root: str, comm: JobCommunicator) -> None:
         with _manager(root, comm, keep, InlineWriter(comm)) as manager:
+            _go_on(manager, comm)
             _save(manager, comm, number, number)
             manager.wait()
 
@@ -58,8 +65,7 @@ def _background_step(number: int, keep: int) -> Step:
 def _again(step: int):
     def again(root: str, comm: Communicator, version: int) -> str:
         with _manager(root, comm) as manager:
-            if manager.latest_step() is not None:  # a run that goes on may go back below it
-                manager.restore(state=shards(version, comm))
+            _go_on(manager, comm)  # a run that goes on may go back below the latest step
             _save(manager, comm, step, version)
         return _name(step)
 

@@ -130,7 +130,7 @@ def test_a_failed_save_leaves_no_directory_and_says_what_retention_needs(tmp_pat
             manager.save(step, state=state(step), rng=False)
         with monkeypatch.context() as patched:
             full(patched)
-            with pytest.raises(fc.CheckpointError, match="room for one more than is kept. Remedy .FC402.: make room"):
+            with pytest.raises(fc.CheckpointError, match="there is nothing to remove yet. Remedy .FC402.: make room"):
                 manager.save(3, state=state(3), rng=False)
         assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
         manager.save(3, state=state(3), rng=False)

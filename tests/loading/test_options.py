@@ -149,6 +149,8 @@ def call(name, tmp_path, comm, **options):
             options["async_save"] = True
         return manager_of(tmp_path, comm, **options).close()
     manager = manager_of(tmp_path / "managed", comm, keep=KeepBest(1, metric="loss"))
+    if name in ("save", "should_save"):
+        manager.restore(state=shards(), rng=False)
     if name == "save":
         options = {"rng": False, **options, "step": 10 + options.get("step", 0)}
         for key in ("lr_scheduler", "scaler"):  # every rank has one of its own

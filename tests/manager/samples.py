@@ -9,7 +9,8 @@ import numpy as np
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
-from paddle_flexckpt.manager import RestoreReport
+from paddle_flexckpt.manager import KeepLatest, RestoreReport
+from paddle_flexckpt.manager.step_directories import StepDirectories
 from tests.native.samples import flip
 from tests.saved import data_file, short_names
 
@@ -75,6 +76,19 @@ def tree(root) -> list[str]:
 def files_of(step: int, number: int = 1) -> list[str]:
     """What a checkpoint of a step consists of, by short names; its save has a number in the step's directory."""
     return [f"step_{step:08d}/{name}" for name in ("0.manifest", f"0_0-{number}.safetensors")]
+
+
+def run_in(root) -> str:
+    """The identity of the run whose steps these are."""
+    (run,) = {each.run for each in StepDirectories(root).records()[0]}
+    return run
+
+
+def retain(root, run: str, count: int, busy=()) -> None:
+    """The retention of a start of a run, which keeps some of the latest steps."""
+    directories = StepDirectories(root)
+    directories.run = run
+    directories.retain([KeepLatest(count)], None, busy)
 
 
 # What can happen to a checkpoint, and whether reading it finds that before any target is touched.

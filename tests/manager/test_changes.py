@@ -140,7 +140,7 @@ def test_a_repair_does_not_bring_back_a_removed_step(tmp_path, monkeypatch):
         CheckpointError, match=r"0\.manifest is not what it was before: somebody has saved, repaired or removed"
     ):
         fc.repair_manifest(path, 0, overwrite=True)
-    save(manager_of(tmp_path, keep=KeepLatest(1)), 3)
+    save(manager, 3)
     assert tree(tmp_path) == files_of(3)
 
 
@@ -167,6 +167,8 @@ def test_damage_that_was_repaired_is_forgotten(tmp_path):
     content = file.read_bytes()
     file.unlink()
     manager = manager_of(tmp_path, keep=[KeepLatest(1), KeepBest(1)])
+    with pytest.raises(CheckpointError, match="all that could be restored is damaged"):
+        restore(manager, fallback=True)
     save(manager, 2, metrics={"loss": 2.0})  # the record of step 1 cannot be read
     file.write_bytes(content)
     assert all(info.complete for info in manager.checkpoints())
@@ -212,8 +214,10 @@ def test_the_removal_of_a_step_that_is_a_link_fails_nothing(tmp_path):
 def meanwhile(tmp_path, monkeypatch):
     """Between the listing of the root and the looks into its directories another job saves 3; 1 and 2 go."""
     other = manager_of(tmp_path, keep=KeepLatest(1))
-    save(manager_of(tmp_path), 1)
-    save(manager_of(tmp_path), 2)
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+        save(manager, 2)
+    restore(other)
     directories = steps_module.StepDirectories._directories
 
     def slowly(self):
@@ -238,8 +242,10 @@ def test_a_restore_finds_a_step_while_others_are_removed(tmp_path, meanwhile):
 def test_the_latest_step_is_found_though_the_one_before_has_just_gone(tmp_path, monkeypatch):
     """1 is looked at before, 2 after another job has saved 3 and removed both."""
     other = manager_of(tmp_path, keep=KeepLatest(1))
-    save(manager_of(tmp_path), 1)
-    save(manager_of(tmp_path), 2)
+    with manager_of(tmp_path) as manager:
+        save(manager, 1)
+        save(manager, 2)
+    restore(other)
     look = steps_module.StepDirectories._may_have_checkpoint
 
     def slowly(self, step):
@@ -259,6 +265,7 @@ def test_a_save_makes_room_where_the_disk_is_full(tmp_path, monkeypatch):
         for step in (1, 2):
             save(manager, step)
     manager = manager_of(tmp_path, keep=KeepLatest(1))
+    restore(manager)
 
     def full(*arguments, **options):
         raise CheckpointError(f"cannot save: {os.strerror(errno.ENOSPC)}")
@@ -278,6 +285,7 @@ def test_the_note_of_a_removal_that_never_began_goes_alone(tmp_path):
         save(manager, 1)
     (tmp_path / "step_00000001.removing").write_text(json.dumps({"files": [data_of(tmp_path, 1).name]}))
     with manager_of(tmp_path, keep=KeepLatest(5)) as manager:
+        restore(manager)
         save(manager, 2)
     names = sorted(os.listdir(tmp_path))
     assert names == ["step_00000001", "step_00000001.html", "step_00000001.report.json", "step_00000002"]
@@ -318,7 +326,8 @@ def test_a_step_that_another_job_saves_between_the_look_and_the_lock_is_replaced
 
 @pytest.mark.parametrize("where", ["read_extra_state", "load_state_dict"])
 def test_a_step_that_is_replaced_between_the_looks_of_two_ranks_is_restored_again(tmp_path, monkeypatch, where):
-    save(manager_of(tmp_path), 1)
+    other = manager_of(tmp_path)
+    save(other, 1)
     is_replaced, has_looked = threading.Event(), threading.Event()
     right = getattr(restore_module, where)
 
@@ -326,7 +335,7 @@ def test_a_step_that_is_replaced_between_the_looks_of_two_ranks_is_restored_agai
         comm = arguments[2]
         if not is_replaced.is_set() and comm.position == 1:
             assert has_looked.wait(60)
-            save(manager_of(tmp_path), 1, version=20, overwrite=True)
+            save(other, 1, version=20, overwrite=True)
             is_replaced.set()
         elif not is_replaced.is_set():
             together = comm.together

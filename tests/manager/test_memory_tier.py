@@ -1078,6 +1078,7 @@ def test_ranks_that_ask_for_other_places_get_an_error(nodes, step):
     """One has not called should_save: its step would go to the root."""
 
     def job(manager, comm):
+        manager.should_save(1)
         if comm.rank == 0:
             manager.should_save(step)
         try:
@@ -1145,10 +1146,10 @@ def test_collectives(tmp_path):
 
     assert tree(save(False)) == sorted(files_of(1) + files_of(2) + files_of(3))
     assert tree(save(True)) == ["run.json"]
-    assert [counts[False, step] for step in (1, 2, 3)] == [5] * 3
-    # The first: the anchor, the lock, two for what is there, and two for the room. The others: what has become of the
-    # last, and its retention.
-    assert [counts[True, step] for step in (1, 2, 3)] == [5 + 6, 5 + 2, 5 + 2]
+    assert [counts[False, step] for step in (1, 2, 3)] == [5 + 1, 5, 5]
+    # The first: steps of another run, the anchor, the lock, two for what is there, and two for the room. The others:
+    # what has become of the last, and its retention.
+    assert [counts[True, step] for step in (1, 2, 3)] == [5 + 1 + 6, 5 + 2, 5 + 2]
 
 
 # -- options and room --------------------------------------------------------------------------------------------------

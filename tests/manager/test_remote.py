@@ -11,8 +11,8 @@ pytest.importorskip("fsspec")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
-from paddle_flexckpt.manager.step_directories import StepDirectories, save_token_in
-from tests.manager.samples import files_of, manager_of, restore, save
+from paddle_flexckpt.manager.step_directories import save_token_in
+from tests.manager.samples import files_of, manager_of, restore, retain, run_in, save
 from tests.media.test_remote import clock, disk_of, kind, location
 from tests.saved import short
 
@@ -51,8 +51,9 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(kind, clock):
             save(manager, step)
     disk = disk_of(backend)
     kept = copy.deepcopy(disk.files)
+    run = run_in(location(kind))
     before = len(disk.calls)
-    StepDirectories(location(kind)).retain([KeepLatest(2)], None, ())
+    retain(location(kind), run, 2)
     count = len(disk.calls) - before
     assert tree(backend) == all_files_of(2, 3)
     seen = set()
@@ -64,7 +65,7 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(kind, clock):
             number >= first
         ) else None  # fmt: skip
         try:
-            StepDirectories(location(kind, retries=0)).retain([KeepLatest(2)], None, ())
+            retain(location(kind, retries=0), run, 2)
         except (fc.CheckpointError, OSError) as error:
             assert "injected" in str(error)
             where = disk.calls[start + at]
@@ -79,7 +80,7 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(kind, clock):
         if 1 in steps:
             assert restore(manager, 1)[:2] == (1, 1), where
         assert all(info.complete for info in manager.checkpoints()), where
-        StepDirectories(location(kind)).retain([KeepLatest(2)], None, ())
+        retain(location(kind), run, 2)
         assert tree(backend) == all_files_of(2, 3), where
     assert seen == {(1, 2, 3), (2, 3)}
 

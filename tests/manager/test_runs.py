@@ -43,35 +43,94 @@ def old(tmp_path):
 def test_a_fresh_run_below_another_ones_steps_is_refused_before_anything_is_written(old, options):
     before = tree(old)
     manager = manager_of(old, keep=KeepLatest(1))
-    with provoked(
-        "manager/step_directories.py", "give this run another directory, or move those steps to another directory"
-    ) as caught:
-        save(manager, 20, 7, **options)
-    assert f"{old!s} has steps of another run, 1000, 2000, above step 20 of this run" in str(caught.value)
+    for step in (1, 20, 3000):
+        with provoked("manager/identities.py", "give this run another directory, or move all of those steps") as caught:
+            save(manager, step, 7, **options)
+        said = f"{old!s} has steps of another run, which this run has not restored: 10, 1000, 2000. A root is for one"
+        assert said in str(caught.value)
     assert tree(old) == before
-    save(manager, 3000)  # it would be the latest
-    assert restore(manager)[:2] == (3000, 3000)
+
+
+@pytest.mark.parametrize("kind", ["model", "unnamed", "damaged", "memory"])
+def test_a_fresh_run_is_refused_whatever_is_there(old, tmp_path, kind):
+    if kind == "unnamed":
+        shutil.rmtree(old)
+        state = {"w": np.zeros(2)}
+        fc.save_state_dict(state, directory_of(old, 10), SoloCommunicator(), unique_id=0, step=10)
+    if kind == "damaged":
+        for step in (1000, 2000):
+            shutil.rmtree(directory_of(old, step))
+        path = directory_of(old, 10) / "0.manifest"
+        flip(path, path.stat().st_size - 1)
+    memory = fc.MemoryTier(tmp_path / "shm", save_when=fc.SaveEvery(1), copies=1) if kind == "memory" else None
+    manager, before = manager_of(old, keep=KeepLatest(1), memory=memory), tree(old)
+    for _ in range(2):
+        with pytest.raises(fc.ValidationError, match="has steps of another run, which this run has not restored: 10"):
+            manager.save(5000, state={"other": np.zeros(3, "f4")} if kind == "model" else values(1), rng=False)
+    assert tree(old) == before
+
+
+def test_the_first_should_save_already_refuses(old):
+    """Otherwise a run might train for 1,000 steps before it learns of it."""
+    manager = manager_of(old, save_when=fc.SaveEvery(1000))
+    for step in (1, 2):
+        with pytest.raises(fc.ValidationError, match="has steps of another run, which this run has not restored: 10"):
+            manager.should_save(step)
+    restore(manager)
+    assert not manager.should_save(2001)
+    assert manager.should_save(3000)
+
+
+def test_steps_that_come_from_another_run_later_are_neither_removed_nor_taken(old, tmp_path, caplog):
+    """As when two runs begin at the same time."""
+    manager = manager_of(tmp_path / "new", keep=KeepLatest(1))
+    save(manager, 3000)
+    for step in (10, 1000, 2000):
+        shutil.move(directory_of(old, step), directory_of(tmp_path / "new", step))
+    save(manager, 4000)
+    assert manager.all_steps() == [10, 1000, 2000, 4000]
+    path = data_of(tmp_path / "new", 4000)
+    flip(path, path.read_bytes().index(values(4000)["w"].tobytes()))
+    again = manager_of(tmp_path / "new")
+    caplog.clear()
+    with pytest.raises(fc.CorruptCheckpointError, match="all that could be restored is damaged"):
+        restore(again, fallback=True)
+    assert "passes over steps of other runs: 2000, 1000, 10" in caplog.text
+    assert restore(again, 2000)[:2] == (2000, 2000)
+    with pytest.raises(fc.ValidationError, match="has steps of another run, which this run has not restored: 4000"):
+        again.should_save(2001)
+
+
+def test_what_a_run_began_from_is_left_alone(tmp_path):
+    state = {key: array.copy() for key, array in values(7).items()}
+    fc.save_state_dict(state, directory_of(tmp_path, 7), SoloCommunicator(), unique_id=0, step=7)
+    for steps in ((8, 9), (10, 11)):
+        manager = manager_of(tmp_path, keep=KeepLatest(1))
+        restore(manager, schedule="ignore")
+        for step in steps:
+            assert manager.should_save(step)
+            save(manager, step)
+        assert manager.all_steps() == [7, steps[-1]]
 
 
 def test_the_ways_out_lose_nothing(old, tmp_path):
     manager = manager_of(old)
-    with provoked(
-        "manager/step_directories.py", "give this run another directory, or move those steps to another directory"
-    ):
+    with provoked("manager/identities.py", "give this run another directory, or move all of those steps"):
         save(manager, 20, 7)
     other = manager_of(tmp_path / "other")
     save(other, 20, 7)
     assert (restore(other)[:2], restore(manager_of(old))[:2]) == ((20, 7), (2000, 2000))
-    with provoked("manager/step_directories.py", "call restore() before the first save"):
+    with provoked("manager/identities.py", "call restore() before the first save"):
         save(manager_of(old), 20, 7)
     assert restore(manager)[:2] == (2000, 2000)
     save(manager, 1500)
-    for step in (1000, 1500, 2000):
+    for step in (10, 1000, 1500, 2000):
         (tmp_path / "moved").mkdir(exist_ok=True)
         shutil.move(directory_of(old, step), directory_of(tmp_path / "moved", step))
     fresh = manager_of(old)
-    save(fresh, 20, 7)
-    assert restore(fresh)[:2] == (20, 7)
+    for step in (10, 20, 1000):
+        save(fresh, step, 7)
+    assert restore(fresh)[:2] == (1000, 7)
     assert restore(manager_of(tmp_path / "moved"))[:2] == (2000, 2000)
 
 
@@ -152,7 +211,7 @@ def test_steps_of_managers_that_recorded_no_run(tmp_path, monkeypatch):
         for step in (10, 20):
             save(old, step)
     assert record_of(tmp_path, 20).run == ""
-    with pytest.raises(fc.ValidationError, match="has steps of another run, 20, above step 15"):
+    with pytest.raises(fc.ValidationError, match="has steps of another run, which this run has not restored: 10, 20"):
         save(manager_of(tmp_path), 15)
     manager = manager_of(tmp_path)
     restore(manager, 10)
@@ -172,7 +231,7 @@ def test_ranks_agree_on_the_run(tmp_path):
         return str(caught.value)
 
     said = SimulatedWorld(2).run(work)
-    assert len(set(said)) == 1 and "has steps of another run, 5, above step 3" in said[0]
+    assert len(set(said)) == 1 and "has steps of another run, which this run has not restored: 5" in said[0]
     assert record_of(tmp_path / "run", 4).run == record_of(tmp_path / "run", 5).run
 
 

@@ -63,6 +63,11 @@ DAMAGES = st.sampled_from(["manifest", "missing", "flipped"])
 CALLS = st.one_of(st.integers(0, 40), st.integers(40, 70))
 
 
+def begin_run(self, step, restored, run) -> str:
+    self.run = "run"
+    return self.run
+
+
 @dataclass(eq=False)
 class Stored:
     """A checkpoint, as it ought to be."""
@@ -97,7 +102,7 @@ class Managed(RuleBasedStateMachine):
         self.patch.setattr(logging.getLogger("paddle_flexckpt"), "disabled", True)
         self.patch.setattr(contents_module, "time", SimpleNamespace(time=lambda: self.now))
         # All processes are one run, though few of them begin with a restore.
-        self.patch.setattr(StepDirectories, "begin_run", lambda self, step, restored, run: "run")
+        self.patch.setattr(StepDirectories, "begin_run", begin_run)
 
     @initialize(keep=KEEPS)
     def begin(self, keep) -> None:
@@ -388,7 +393,7 @@ class Managed(RuleBasedStateMachine):
             self.let_go()
             for _, held in self.held.values():
                 held.__exit__(None, None, None)
-            StepDirectories(self.root).retain((), None, ())
+            StepDirectories(self.root).retain((), None, ())  # leftovers go
             assert sorted(os.listdir(self.root)) == sorted(directory_of("", step).name for step in self.stored)
             # Whose files those of a damaged manifest are cannot be told.
             whole = [step for step, each in self.stored.items() if each.damage != "manifest"]

@@ -30,6 +30,8 @@ from tests.manager.samples import (
     flip_values,
     manager_of,
     restore,
+    retain,
+    run_in,
     save,
     tree,
 )
@@ -48,7 +50,9 @@ def run_of(root, *steps: int, **options) -> fc.CheckpointManager:
     with manager_of(root) as first:
         for step in steps:
             save(first, step)
-    return manager_of(root, **options)
+    manager = manager_of(root, **options)
+    restore(manager)
+    return manager
 
 
 def test_what_need_not_be_kept_is_gone_with_its_directory(tmp_path):
@@ -63,7 +67,7 @@ def test_what_need_not_be_kept_is_gone_with_its_directory(tmp_path):
 def test_a_save_on_its_way_does_not_go_and_nothing_goes_for_its_sake(tmp_path, busy, left):
     """It may be committed, and not be durable yet, or not be known to all ranks."""
     run_of(tmp_path, 1, 2, 3)
-    StepDirectories(tmp_path).retain([KeepLatest(1)], None, {busy})
+    retain(tmp_path, run_in(tmp_path), 1, {busy})
     assert manager_of(tmp_path).all_steps() == left
 
 
@@ -76,7 +80,7 @@ def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     assert manager.all_steps() == [3, 5]
 
 
-def test_what_earlier_runs_left_is_subject_to_the_policies_of_this_one(tmp_path):
+def test_what_earlier_starts_left_is_subject_to_the_policies_of_this_one(tmp_path):
     manager = run_of(tmp_path, 1, 2, 3, keep=KeepLatest(1))
     assert manager.all_steps() == [1, 2, 3]
     save(manager, 4)
@@ -84,11 +88,12 @@ def test_what_earlier_runs_left_is_subject_to_the_policies_of_this_one(tmp_path)
 
 
 def test_what_no_manager_saved_is_never_removed(tmp_path):
+    manager = manager_of(tmp_path, keep=KeepLatest(1))
+    save(manager, 4)
     fc.save_state_dict({"w": np.zeros(2)}, directory_of(tmp_path, 1), SoloCommunicator(), unique_id=0, step=1)
     fc.save_state_dict({"w": np.zeros(2)}, tmp_path / "step_2", SoloCommunicator())
     (tmp_path / "notes").write_text("mine")
-    before = tree(tmp_path)
-    manager = manager_of(tmp_path, keep=KeepLatest(1))
+    before = sorted({*tree(tmp_path)} - {*files_of(4)})
     for step in (5, 6):
         save(manager, step)
     assert tree(tmp_path) == sorted(before + files_of(6))
@@ -186,20 +191,21 @@ def test_what_cannot_be_removed_is_an_error_and_the_new_checkpoint_is_complete(t
 # -- interrupted -------------------------------------------------------------------------------------------------------
 
 
-def remove_first(root) -> None:
+def remove_first(root, run: str) -> None:
     """One retention, which removes step 1 of 3."""
-    StepDirectories(root).retain([KeepLatest(2)], None, ())
+    retain(root, run, 2)
 
 
 @pytest.mark.parametrize("fault", ["one call fails", "killed", "power loss"])
 def test_a_removal_that_is_interrupted_anywhere_is_carried_through(tmp_path, monkeypatch, fault):
     kept = tmp_path / "kept"
     run_of(kept, 1, 2, 3)
+    run = run_in(kept)
     whole = all_files_of(1, 2, 3)
     with monkeypatch.context() as patch:
         files = FaultyFiles(patch)
         shutil.copytree(kept, tmp_path / "count")
-        remove_first(tmp_path / "count")
+        remove_first(tmp_path / "count", run)
     count = [call for call, _ in files.calls].count("unlink")
     assert count >= 3
     seen = set()
@@ -209,7 +215,7 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(tmp_path, mon
         with monkeypatch.context() as patch:
             files = FaultyFiles(patch, at, dead_after=fault != "one call fails")
             try:
-                remove_first(root)
+                remove_first(root, run)
             except (fc.CheckpointError, OSError) as error:
                 assert "injected" in str(error)
         if fault == "power loss":
@@ -230,7 +236,7 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(tmp_path, mon
             assert restore(manager, 1)[:2] == (1, 11), where
             assert tree(root) == whole, where
         else:
-            remove_first(root)
+            remove_first(root, run)
             assert tree(root) == all_files_of(2, 3), where
         shutil.rmtree(root)
     assert seen == {(1, 2, 3), (2, 3)}

@@ -13,7 +13,7 @@ pytest.importorskip("paddle")
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.manager.step_directories import StepDirectories
-from tests.manager.samples import directory_of, files_of, manager_of, save, tree
+from tests.manager.samples import directory_of, files_of, manager_of, restore, save, tree
 from tests.manager.test_background import fail
 from tests.pages.samples import check
 
@@ -36,11 +36,13 @@ def test_a_step_has_a_page_as_long_as_it_is_kept(tmp_path):
 
 
 def test_without_being_asked_no_page_is_written_and_old_ones_go(tmp_path):
-    save(manager_of(tmp_path, pages=True), 1)
+    first = manager_of(tmp_path, pages=True)
+    save(first, 1)
     manager = manager_of(tmp_path, keep=KeepLatest(1))
+    restore(manager)
     save(manager, 1, version=7, overwrite=True)  # the page was of the other one
     assert not (tmp_path / "step_00000001.html").exists()
-    save(manager_of(tmp_path, pages=True), 2)
+    save(first, 2)
     save(manager, 3)
     assert tree(tmp_path) == files_of(3)
 

@@ -37,6 +37,12 @@ def manager_of(comm, root, **options) -> fc.CheckpointManager:
     return fc.CheckpointManager(root, process_group=comm, preemption_signals=(), **options)
 
 
+def resumed(comm, root, **options) -> fc.CheckpointManager:
+    manager = manager_of(comm, root, **options)
+    restore(manager, comm)
+    return manager
+
+
 def save(manager, comm, step: int, **options):
     return manager.save(step, state=shards(comm, step), rng=False, **options)
 
@@ -135,7 +141,7 @@ def test_metrics_that_one_rank_lacks(tmp_path):
 
 def test_ranks_that_disagree_are_told_so(three):
     def save_another(comm):
-        save(manager_of(comm, three), comm, 4 + comm.rank)
+        save(resumed(comm, three), comm, 4 + comm.rank)
 
     def restore_another(comm):
         restore(manager_of(comm, three), comm, 1 + comm.rank)
@@ -144,7 +150,7 @@ def test_ranks_that_disagree_are_told_so(three):
         restore(manager_of(comm, three), comm, fallback=comm.rank == 0)
 
     def ask_for_another(comm):
-        manager_of(comm, three, save_when=SaveInterval(1)).should_save(4 + comm.rank)
+        resumed(comm, three, save_when=SaveInterval(1)).should_save(4 + comm.rank)
 
     def keep_otherwise(comm):
         manager_of(comm, three, keep=KeepLatest(1 + comm.rank))
@@ -161,10 +167,10 @@ def test_ranks_that_disagree_are_told_so(three):
 def test_what_one_rank_finds_wrong(three):
     def bad_state(comm):
         state = {"w": 3} if comm.rank == 1 else shards(comm, 4)
-        manager_of(comm, three).save(4, state=state)
+        resumed(comm, three).save(4, state=state)
 
     def there_already(comm):
-        save(manager_of(comm, three), comm, 3)
+        save(resumed(comm, three), comm, 3)
 
     def no_such_step(comm):
         restore(manager_of(comm, three), comm, 7)
@@ -189,7 +195,7 @@ def test_a_removal_that_fails_is_an_error_on_all_ranks(three, monkeypatch):
         raise OSError(5, "Input/output error", str(step))
 
     monkeypatch.setattr("paddle_flexckpt.manager.step_directories.StepDirectories._remove", remove)
-    text = errors(2, lambda comm: save(manager_of(comm, three, keep=KeepLatest(1)), comm, 4), fc.CheckpointError)
+    text = errors(2, lambda comm: save(resumed(comm, three, keep=KeepLatest(1)), comm, 4), fc.CheckpointError)
     assert "the checkpoint of step 4 is complete, but " in text
     assert "[rank 0] OSError: [Errno 5] Input/output error: '1'; OSError" in text
     monkeypatch.undo()
@@ -243,6 +249,6 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(tmp_path, monkeypatc
         assert manager._signals.closed
         return seen, manager.preempted
 
-    expected = [(1, False, 1), (2, True, 1)]
+    expected = [(1, False, 2), (2, True, 1)]
     assert run(3, job) == [(expected, False), (expected, True), (expected, False)]
     assert run(2, lambda comm: restore(manager_of(comm, tmp_path), comm)) == [(2, [])] * 2

@@ -177,7 +177,7 @@ def test_a_disk_that_is_full_of_checkpoints(tmp_path, monkeypatch):
             manager.save(step, state={"a": A + step})
         words = Advice(
             "manager/step_directories.py",
-            "make room; or keep fewer, and save again: the others are removed even if that save fails, so that the",
+            "make room; or, if more than one step is kept, keep fewer, and save twice: the first removes the others",
         )
         with provoked(*words):
             manager.save(3, state={"a": A + 3})
@@ -187,8 +187,10 @@ def test_a_disk_that_is_full_of_checkpoints(tmp_path, monkeypatch):
         assert (manager.all_steps(), restored(manager)) == ([2, 3], [3, (A + 3).tolist()])
     room[0] = 2
     with fc.CheckpointManager(tmp_path, keep=KeepLatest(1), preemption_signals=()) as manager:
-        with provoked(*words):
+        restored(manager)
+        with provoked("manager/step_directories.py", "save again") as caught:
             manager.save(4, state={"a": A + 4})
+        assert "Steps 2, which need not be kept, were removed to make room" in str(caught.value)
         assert (manager.all_steps(), restored(manager)) == ([3], [3, (A + 3).tolist()])
         manager.save(4, state={"a": A + 4})
         assert (manager.all_steps(), restored(manager)) == ([4], [4, (A + 4).tolist()])

@@ -307,7 +307,8 @@ def test_directories_of_one_host_do_not_protect_each_other(nodes, monkeypatch, c
         SimulatedWorld(4).run(job)
         return [each.getMessage() for each in caplog.records if "protect" in each.getMessage()]
 
-    found = [saving(nodes, options) for _ in range(2)][1]
+    # Each step of a manager has directories of its own.
+    found = [saving([f"{path}/{step}" for path in nodes], options) for step in (1, 2)][1]
     assert len(found) == bool(text), found
     if text:
         assert f"does not survive the loss of a host: {text}, directories protect each other alone: " in found[0]
