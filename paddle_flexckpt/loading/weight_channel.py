@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -84,7 +84,7 @@ class Route:
 
 
 class WeightChannel:
-    """A channel by which a live model's weights reach a serving engine, version by version.
+    """A channel by which a live model's weights reach serving engines, version by version.
 
     Every rank of the group makes the same calls. The engine runs with the extension of this library
     (docs/rollout.md). It has the version that it had, bit for bit, until a push has succeeded, and after one that
@@ -92,21 +92,25 @@ class WeightChannel:
     """
 
     @takes(ChannelOptions, url="the coordinator alone uses it", process_group=GROUP)
-    def __init__(self, url: str, kind: str = "vllm", process_group: Any = None, **options: Any) -> None:
+    def __init__(self, url: str | Sequence[str], kind: str = "vllm", process_group: Any = None, **options: Any) -> None:
         """Reach nothing yet.
 
         Args:
-            url: The engine's server, such as ``http://host:8000``.
+            url: The engine's server, such as ``http://host:8000``; of several engines on one machine a list. All of
+                them get a version, or none.
             process_group: The ranks that take part; all ranks of the job by default.
             **options: Like all other arguments, of :class:`ChannelOptions`.
         """
-        self._url, self._group = url, process_group
+        self._urls, self._group = [url] if isinstance(url, str) else list(url), process_group
+        if len(set(self._urls)) != max(len(self._urls), 1):
+            raise ValidationError([f"url={url!r}: give each engine's URL once. Remedy (FC101): correct the list"])
+        self._url = ", ".join(self._urls)
         self._options = ChannelOptions(kind=kind, **options)
         self._options.check()
-        self._channel = channel_of(url)
-        self._engine = EngineClient(url, self._options.timeout)
+        self._channel = channel_of(self._url)
+        self._engines = [EngineClient(each, self._options.timeout) for each in self._urls]
         self._directory = SegmentDirectory(self._options.directory)
-        self._context = f"cannot push to {url}"
+        self._context = f"cannot push to {self._url}"
         self._route: Route | None = None
         self._pending: PushHandle | None = None
         self._switch: SwitchProcess | None = None
@@ -192,7 +196,7 @@ class WeightChannel:
         digest = hashlib.sha256(version.encode()).digest()[:VERSION_BYTES]
         if not self._leads:
             return state, Notice(unchanged, digest).encode()
-        states = self._engine.status(self._options.directory)
+        states = [each for engine in self._engines for each in engine.status(self._options.directory)]
         place = str(states[0].get("place"))
         if any(each.get("place") != place for each in states):
             raise EngineError(f"{self._url}: the engine's ranks are on several machines, which is not supported")
@@ -259,7 +263,7 @@ class WeightChannel:
 
         def connect() -> tuple[Sink, bytes]:
             if self._leads:
-                self._switch = SwitchProcess(self._url, self._options.timeout)
+                self._switch = SwitchProcess(self._urls, self._options.timeout)
             if route.is_here:
                 sink: Sink = LocalSink(self._directory.open(names))
                 return sink, self._directory.path(names.file(names.token)).encode()
@@ -371,8 +375,10 @@ class WeightChannel:
                 "version": self._key,
                 "regions": [each for answer in answers for each in json.loads(answer)],
             }
-            results = self._engine.workers("flex_digests", json.dumps(wanted))
-            refuse(self._url, "the weights were not compared", results)
+            results = []
+            for engine in self._engines:
+                results += engine.workers("flex_digests", json.dumps(wanted))
+                refuse(engine.url, "the weights were not compared", results)
             return None, json.dumps(results).encode()
 
         _, outcomes = comm.together(compare, self._context)

@@ -89,7 +89,7 @@ class EngineClient:
         if any(each.get("data_parallel_size", 1) != 1 for each in states):
             raise EngineError(
                 f"{self.url}: the server has several data-parallel engines, and passes on the answers of the first "
-                "alone. Remedy (FC952): start a server for each, with a channel of its own"
+                "alone. Remedy (FC952): start a server for each, and give the channel all their URLs"
             )
         if any(each.get("needs_restart") for each in states):
             raise lost(self.url, "an earlier update could neither be finished nor undone")

@@ -16,13 +16,16 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.rollout import engine_client
 from paddle_flexckpt.rollout.engine_client import EngineClient, OvertakenError, failures, lost, refuse
 
+Result = TypeVar("Result")
 # How the engine calls the weights that it was started with.
 BASE_LABEL = "default"
 # The most attempts to have a version accepted, which is being served.
@@ -31,39 +34,47 @@ ACCEPTS = 3
 PATIENCE_SECONDS = 600.0
 
 
-def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
-    """Have an engine serve the weights of a segment: on all its ranks, or on none.
+def switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str, Any]:
+    """Have engines serve the weights of a segment: on all their ranks, or on none.
 
-    It stages while it serves. Then it is paused, and goes on with the new version or with the one before. The switch
-    owns the engine meanwhile. It waits for another that is at work, and takes over from one that is silent.
+    They stage while they serve. Then they are paused, and go on with the new version or with the one before. The switch
+    owns them meanwhile. It waits for another that is at work, and takes over from one that is silent.
 
     Args:
-        engine: The engine.
+        engines: The engines.
         version: The version's name.
         path: The segment's path there.
 
     Returns:
         ``released``: whether the segment of the version before may be written again; ``seconds`` by phase, of which
-        the engine was paused in ``pause``.
+        engines were paused in ``pause``.
 
     Raises:
-        EngineError: The engine serves the version it had.
-        EngineLostError: It has to be started again; it is paused.
-        OvertakenError: Another switch owns it now, and has it serve one version.
+        EngineError: The engines serve the version they had.
+        EngineLostError: One has to be started again; it is paused.
+        OvertakenError: Another switch owns one of them now, and has it serve one version.
     """
     try:
-        _own(engine)
-        return _switch(engine, version, path)
+        for engine in engines:
+            _own(engine)
+        return _switch(engines, version, path)
     except OvertakenError:
-        # A call of this switch may have arrived after the other one's end.
         with contextlib.suppress(CheckpointError):
-            engine.begin(_name(), "")
-            _undo_halves(engine)
-            _set_label(engine)
+            _each(engines, _step_back)
         raise
     finally:
         with contextlib.suppress(CheckpointError):
-            engine.begin("", engine.owner)
+            _each(engines, lambda engine: engine.begin("", engine.owner))
+
+
+def _each(engines: Sequence[EngineClient], step: Callable[[EngineClient], Result]) -> list[Result]:
+    """Do a step on all engines at once; raise the worst of their errors when all have ended."""
+    with ThreadPoolExecutor(len(engines)) as pool:
+        steps = [pool.submit(step, engine) for engine in engines]
+    errors = [error for error in (each.exception() for each in steps) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, (OvertakenError, EngineLostError)), reverse=True):
+        raise error
+    return [each.result() for each in steps]
 
 
 def _name() -> str:
@@ -87,48 +98,72 @@ def _own(engine: EngineClient) -> None:
         time.sleep(0.1)
 
 
-def _switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
-    begin, released, key = time.perf_counter(), False, key_of(version, path)
+def _step_back(engine: EngineClient) -> None:
+    """Leave an engine to the switch that has overtaken this one on an engine; if it has ended, undo what came late."""
+    try:
+        engine.begin(engine.owner, engine.owner)
+    except OvertakenError:
+        engine.begin(_name(), "")
     _undo_halves(engine)
-    staged = engine.workers("flex_stage", key, path)
-    if failures(staged):
+    _set_label(engine)
+
+
+def _switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str, Any]:
+    begin, key = time.perf_counter(), key_of(version, path)
+    _each(engines, _undo_halves)
+    try:
+        _each(engines, lambda engine: _stage(engine, version, path))
+    except EngineError:
         with contextlib.suppress(EngineError):
-            engine.workers("flex_discard")
+            _each(engines, lambda engine: engine.workers("flex_discard"))
+        raise
+    paused = time.perf_counter()
+    try:
+        _each(engines, EngineClient.pause)
+    except EngineError:
+        with contextlib.suppress(EngineError):
+            _each(engines, EngineClient.resume)
+        raise
+    try:
+        _each(engines, lambda engine: _commit(engine, version, key))
+    except (EngineError, EngineLostError) as error:
+        cause = error
+        _each(engines, lambda engine: _roll_back(engine, cause))
+        raise
+    # The version is served from here on.
+    released = all(_each(engines, lambda engine: _accept(engine, key)))
+    try:
+        _each(engines, EngineClient.resume)
+    except EngineError as error:
+        raise EngineError(
+            f"all ranks have loaded version {version}, and an engine is still paused: {without_remedy(error)}. "
+            "Remedy (FC952): push again, which resumes it"
+        ) from error
+    seconds = {"stage": paused - begin, "pause": time.perf_counter() - paused}
+    return {"released": released, "seconds": seconds}
+
+
+def _stage(engine: EngineClient, version: str, path: str) -> None:
+    staged = engine.workers("flex_stage", key_of(version, path), path)
     remedy = "see the engine's log, and push again"
     if "does not fit" in failures(staged):
         remedy = "give names, shapes and dtypes of the engine's checkpoint by statements (aoa_config=), and push again"
     refuse(engine.url, f"version {version} was not staged", staged, remedy)
-    paused = time.perf_counter()
-    try:
-        engine.pause()
-        try:
-            refuse(engine.url, f"version {version} was not loaded", engine.workers("flex_commit", key))
-            engine.set_version(version)
-        except EngineError as error:
-            _roll_back(engine, error)
-            raise
-    except (EngineLostError, OvertakenError):
-        raise
-    except BaseException:
-        with contextlib.suppress(EngineError):
-            engine.resume()
-        raise
-    # The version is served from here on; ranks that do not answer keep the memory of the one before.
+
+
+def _commit(engine: EngineClient, version: str, key: str) -> None:
+    refuse(engine.url, f"version {version} was not loaded", engine.workers("flex_commit", key))
+    engine.set_version(version)
+
+
+def _accept(engine: EngineClient, key: str) -> bool:
+    """Have a version accepted; return whether the memory of the one before is free: no rank that is silent frees it."""
     for attempt in range(ACCEPTS):
         with contextlib.suppress(EngineError):
             answers = engine.workers("flex_accept", key)
             # A second answer does not say what the first one, which was lost, would have said.
-            released = attempt == 0 and all(each["ok"] and each.get("released") is True for each in answers)
-            break
-    try:
-        engine.resume()
-    except EngineError as error:
-        raise EngineError(
-            f"{engine.url}: all ranks have loaded version {version}, and the engine is still paused: "
-            f"{without_remedy(error)}. Remedy (FC952): push again, which resumes it"
-        ) from error
-    seconds = {"stage": paused - begin, "pause": time.perf_counter() - paused}
-    return {"released": released, "seconds": seconds}
+            return attempt == 0 and all(each["ok"] and each.get("released") is True for each in answers)
+    return False
 
 
 def key_of(version: str, path: str) -> str:
@@ -154,11 +189,12 @@ def _undo_halves(engine: EngineClient) -> None:
         engine.resume()
 
 
-def _roll_back(engine: EngineClient, error: EngineError) -> None:
-    """Have all ranks return to the version accepted last; raise EngineLostError if one cannot."""
+def _roll_back(engine: EngineClient, error: CheckpointError) -> None:
+    """Have all ranks serve the version accepted last; raise EngineLostError if one cannot. The engine is paused."""
     try:
         refuse(engine.url, "flex_rollback", engine.workers("flex_rollback"))
         _set_label(engine)
+        engine.resume()
     except EngineError as second:
         text = f"{without_remedy(error)}; and it could not be undone: {without_remedy(second)}"
         raise lost(engine.url, text) from error
@@ -192,9 +228,9 @@ main()
 class SwitchProcess:
     """A process that waits for a request to switch, and carries it out."""
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, urls: Sequence[str], timeout: float) -> None:
         """Start it, in a session of its own, which signals for this job do not reach."""
-        self._request = {"url": url, "timeout": timeout}
+        self._urls, self._timeout = list(urls), timeout
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(list(map(str, sys.path)))],
             stdin=subprocess.PIPE,
@@ -208,7 +244,8 @@ class SwitchProcess:
         if pipe is not None:
             # A line: the end of the pipe would not arrive while a process that was forked meanwhile holds it too.
             with contextlib.suppress(BrokenPipeError):  # the result says that the process has died
-                pipe.write(json.dumps({**self._request, "version": version, "path": path}).encode() + b"\n")
+                request = {"urls": self._urls, "timeout": self._timeout, "version": version, "path": path}
+                pipe.write(json.dumps(request).encode() + b"\n")
                 pipe.close()
 
     def is_done(self) -> bool:
@@ -223,8 +260,8 @@ class SwitchProcess:
             outcome = json.loads(text)
         except ValueError as error:
             raise EngineError(
-                f"{self._request['url']}: the process that switches the engine was killed. Remedy (FC952): push again; "
-                "the push undoes what is half done"
+                f"{', '.join(self._urls)}: the process that switches the engine was killed. Remedy (FC952): push "
+                "again; the push undoes what is half done"
             ) from error
         if "error" in outcome:
             raise (EngineLostError if outcome["lost"] else EngineError)(outcome["error"])
@@ -246,7 +283,8 @@ def main() -> None:
         return
     asked = json.loads(text)
     try:
-        outcome = switch(EngineClient(asked["url"], asked["timeout"]), asked["version"], asked["path"])
+        engines = [EngineClient(url, asked["timeout"]) for url in asked["urls"]]
+        outcome = switch(engines, asked["version"], asked["path"])
     except CheckpointError as error:
         outcome = {"error": str(error), "lost": isinstance(error, EngineLostError)}
     sys.stdout.write(json.dumps(outcome) + "\n")

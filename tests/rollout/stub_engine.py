@@ -167,7 +167,8 @@ class StubEngine:
             return _error(500, f"Call to collective_rpc method failed: no attribute {body.get('method')!r}")
         name = body["method"].removeprefix("flex_")
         with self._changed:
-            if name in ("commit", "rollback") and self.paused is None:
+            is_owner = body.get("kwargs", {}).get("owner", "") == self.workers[0].status()["owner"]
+            if name in ("commit", "rollback") and self.paused is None and is_owner:
                 return _error(500, f"{name} of an engine that is not paused")
             results = [
                 answer(rank, getattr(worker, name), body.get("args", []), body.get("kwargs", {}))

@@ -170,6 +170,38 @@ def test_observers_are_told_of_each_push(stub):
     assert events[1].seconds >= later.seconds["write"]
 
 
+def test_several_engines_get_each_version(stub, tmp_path):
+    second = StubEngine(str(tmp_path / "base"), weights(0), ranks=2)
+    channel, model = fc.WeightChannel([stub.url, second.url]), tensors(1)
+    try:
+        for seed in (1, 2, 3):
+            change(model, seed)
+            report = channel.push(model)
+            assert (stub.holds(weights(seed)), second.holds(weights(seed))) == (True, True)
+        assert (report.url, report.recycled) == (f"{stub.url}, {second.url}", True)
+        compared = channel.verify(model)
+        assert (compared.is_equal, compared.engine_ranks, compared.live_compared) == (True, 4, 16)
+        change(model, 4)
+        second.engines[0].failing_loads = [1]
+        with pytest.raises(fc.EngineError, match=f"{second.url}: version 4 was not loaded"):
+            channel.push(model)
+        assert (stub.holds(weights(3)), second.holds(weights(3))) == (True, True)
+        second.restart()
+        channel.push(model)
+        assert (stub.holds(weights(4)), second.holds(weights(4))) == (True, True)
+    finally:
+        second.close()
+        for name in os.listdir("/dev/shm"):
+            if channel._channel in name:
+                os.unlink(f"/dev/shm/{name}")
+
+
+@pytest.mark.parametrize("urls", [[], ["http://a", "http://a"]])
+def test_each_engine_is_named_once(urls):
+    with pytest.raises(fc.ValidationError, match=r"give each engine's URL once. Remedy \(FC101\)"):
+        fc.WeightChannel(urls)
+
+
 def test_requests_under_way_end_well(stub):
     """One token comes from the old version, the next ones from the new: as the engine documents ``mode=keep``."""
     from tests.rollout.engine_calls import call
