@@ -218,8 +218,15 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         moved = [f"; it is in {__name__}.{module}" for module, names in _MOVED.items() if name in names]
         instead = [f": {_INSTEAD[name]}"] if name in _INSTEAD else []
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{''.join([*moved, *instead])}")
+        told = "".join([*moved, *instead]) or ("" if name.startswith("_") else _nearest(name))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{told}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def _nearest(name: str) -> str:
+    import difflib  # for messages alone
+
+    return "".join(f"; did you mean {each!r}?" for each in difflib.get_close_matches(name, __all__, 1))
 
 
 def __dir__() -> list[str]:

@@ -210,7 +210,7 @@ class LoadReport(Report):
     bytes_sent: int = 0
     reads: int = 0
     comm_method: str = ""
-    comm_reason: str = ""
+    comm_reason: str = field(default="", repr=False)
     peak_scratch_bytes: int = 0
     total_bytes: int = 0
     replicas_used: dict[str, str] = field(default_factory=dict)

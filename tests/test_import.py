@@ -210,3 +210,37 @@ def test_type_checkers_see_what_the_lazy_table_gives():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         paddle_flexckpt.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("saev", "save"), ("CheckpointManger", "CheckpointManager"), ("load_statedict", "load_state_dict")],
+)
+def test_a_mistyped_name_names_the_nearest(typed, meant):
+    with pytest.raises(AttributeError, match=f"has no attribute '{typed}'; did you mean '{meant}'.$"):
+        getattr(paddle_flexckpt, typed)
+    assert not hasattr(paddle_flexckpt, f"__{typed}__")
+
+
+@pytest.mark.paddle
+def test_help_lists_the_arguments_of_the_signature():
+    """Each once, in the docstring of each public call with options, and none by a reference to another call."""
+    pytest.importorskip("paddle")
+    import inspect
+
+    found = {}
+    for name in paddle_flexckpt.__all__:
+        call = getattr(paddle_flexckpt, name)
+        for each in (call, *vars(call).values()) if inspect.isclass(call) else (call,):
+            if hasattr(each, "options_of_the_call"):
+                found[f"{name}.{each.__name__}"] = each
+    assert {"save.save", "load.load", "check.check", "CheckpointManager.restore", "CheckpointManager.__init__"} <= {
+        *found
+    }
+    for name, each in found.items():
+        text = re.split(r"\n(?:Returns|Raises):\n", inspect.getdoc(each).partition("Args:\n")[2])[0]
+        told = re.findall(r"^    (\*{0,2}\w+): ", text, re.MULTILINE)
+        wanted = [one for one in inspect.signature(each).parameters if one != "self"]
+        assert sorted({*told}) == sorted(told) and {*told} <= {*wanted}, name
+    for name in ("save.save", "load.load", "check.check"):
+        assert "As in :func:" not in inspect.getdoc(found[name])

@@ -46,7 +46,8 @@ model = Model()
 optimizer = paddle.optimizer.AdamW(1e-2, parameters=model.parameters(), multi_precision=True)
 if has_gpu:
     model, optimizer = paddle.amp.decorate(models=model, optimizers=optimizer, level="O2", dtype="bfloat16")
-model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
+if TENSOR * SHARDING > 1:  # Paddle takes a job of one rank for a pipeline
+    model, optimizer = fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
 
 start = 0
 if fc.list_checkpoints("runs/tensor_parallel_sharding"):
@@ -64,7 +65,8 @@ for step in range(start + 1, STEPS + 1):
         total += loss.detach()
     optimizer.step()
     optimizer.clear_grad()
-    dist.all_reduce(total)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
     if dist.get_rank() == 0:
         print(f"step {step}: loss {float(total) / dist.get_world_size():.4f}")
     if step == SAVE_AFTER and not start:

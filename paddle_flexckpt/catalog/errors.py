@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog.texts import format_ranks, printable
 
 # Thousands of lines would hide the cause: the first ones and the count are shown.
 MAX_LISTED = 20
+# Codes of problems that many keys have of one cause: those with one remedy have one line, with the expected and got of
+# the first, and the keys of all.
+_COMMON = frozenset(("FC106", "FC205", "FC206"))
 
 
 @dataclass(frozen=True)
@@ -162,17 +165,41 @@ class ValidationError(CheckpointError, ValueError):
 
 
 def _lines(problems: Sequence[Problem | str]) -> list[str]:
-    """Return the texts of problems, each once, with all ranks that have it."""
+    """Return the texts of problems, each once, with all ranks that have it; one text for those with a common remedy."""
     found: dict[str, tuple[Problem, set[int]] | None] = {}
     for problem in problems:
-        if isinstance(problem, str) or problem.rank is None:
-            found.setdefault(str(problem))
+        if isinstance(problem, str):
+            found.setdefault(problem)
             continue
         # The text of a Problem is of one rank or of several, and never of a rank that is no number.
-        group = found.setdefault(problem.on([-1]), (problem, set()))
-        if group is not None:
+        group = found.setdefault(str(problem) if problem.rank is None else problem.on([-1]), (problem, set()))
+        if group is not None and problem.rank is not None:
             group[1].add(problem.rank)
-    return [text if group is None else group[0].on(sorted(group[1])) for text, group in found.items()]
+    alike: dict[object, list[tuple[Problem, list[int]]]] = {}
+    for text, group in found.items():
+        if group is None:
+            alike[text] = []
+            continue
+        problem, ranks = group[0], sorted(group[1])
+        kind = (problem.what, problem.code, _without_key(problem)) if problem.code in _COMMON else text
+        alike.setdefault(kind, []).append((problem, ranks))
+    return [_one_text(each) if each else str(text) for text, each in alike.items()]
+
+
+def _without_key(problem: Problem) -> str:
+    """Return a remedy with a mark in place of the problem's key."""
+    return re.sub(rf"(?<![\w.]){re.escape(problem.key or '')}(?!\w)", "KEY", problem.remedy or "")
+
+
+def _one_text(problems: Sequence[tuple[Problem, list[int]]]) -> str:
+    """Return the text of problems, each with its ranks, that differ in key, expected and got alone."""
+    first, ranks = problems[0][0], sorted({rank for _, ranks in problems for rank in ranks})
+    others = [repr(each.key) for each, _ in problems[1:]]
+    if not others:
+        return first.on(ranks)
+    more, has_key = f"{len(others)} more key{'s' * (len(others) > 1)}", first.remedy != _without_key(first)
+    got = f"{first.got}, and the like for {more}: {listed(others, MAX_LISTED)}"
+    return replace(first, got=got).on(ranks) + "; likewise for the other keys" * has_key
 
 
 class AoaError(ValidationError):

@@ -18,7 +18,7 @@ class ShortRepr:
         cls.__repr__ = ShortRepr.__repr__  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
-        own = fields(self)  # type: ignore[arg-type]
+        own = [each for each in fields(self) if each.repr]  # type: ignore[arg-type]
         told = [(each.name, getattr(self, each.name), each.default) for each in own]
         empty: tuple[Any, ...] = (None, "", [], {}, ())
         shown = (f"{name}={_short(value)}" for name, value, default in told if value not in (*empty, default))

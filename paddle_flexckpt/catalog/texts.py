@@ -112,6 +112,15 @@ def dropped_warning(source: str, dropped: Sequence[str]) -> str:
     )
 
 
+def untouched_warning(source: str, keys: Sequence[str]) -> str:
+    """Return the warning that parameters keep the values that they had before the load."""
+    texts = grouped(keys)
+    more = f"; and {len(texts) - _GROUPS} more" if len(texts) > _GROUPS else ""
+    many = f"{len(keys)} parameters keep the values they", "them"
+    who, them = ("1 parameter keeps the values it", "it") if len(keys) == 1 else many
+    return f"{who} had, as {source} gives {them} none: {'; '.join(texts[:_GROUPS])}{more}"
+
+
 def unread_warning(source: str, unread: Mapping[str, str], keys: Sequence[str]) -> str:
     """Return the warning about AOA statements that make nothing but names that no target has.
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, Problem, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, printable
 from paddle_flexckpt.cli.common import add_checkpoint, add_json, table
 from paddle_flexckpt.foreign.formats import FORMATS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.optimizer_states import split_state
-from paddle_flexckpt.tools.step_record import read_record
+from paddle_flexckpt.tools.step_record import LAYOUT, RECORD, read_degrees, read_record
 
 if TYPE_CHECKING:
     from paddle_flexckpt.cli.outputs import InspectReport
@@ -31,7 +31,10 @@ def add_command(commands: Any) -> None:
     )
     add_checkpoint(parser)
     parser.add_argument(
-        "--key", action="append", default=[], help="the shards of this tensor; may be given several times"
+        "--key",
+        action="append",
+        default=[],
+        help="the shards of this tensor, or of those of a pattern with *; may be given several times",
     )
     add_json(parser, "all")
     parser.set_defaults(run=_inspect)
@@ -39,20 +42,40 @@ def add_command(commands: Any) -> None:
 
 def _inspect(options: argparse.Namespace) -> str:
     """Return all keys in the manifest, or the shards of some."""
-    directory = SourceDirectory(options.source)
-    manifest = directory.read_manifest(options.unique_id, options.key or None)
-    if options.json:
+    directory, keys = SourceDirectory(options.source), options.key
+    manifest = directory.read_manifest(options.unique_id, [*keys, LAYOUT, RECORD] if keys else None)
+    rows = dict(_rows_by_key(manifest.catalog))
+    if not rows.keys() >= {*keys}:  # patterns, or names that are wrong
+        manifest = directory.read_manifest(options.unique_id)
         rows = dict(_rows_by_key(manifest.catalog))
-        chosen = {key: _rows_of(manifest.catalog, key) for key in options.key} if options.key else rows
-        return _inspect_report(directory, manifest, chosen).to_json()
-    if options.key:
-        return "\n".join(line for key in options.key for line in _shards(manifest.catalog, key))
-    head = _head(directory, manifest, _run_of(directory, manifest))
-    return "\n".join([head, *_keys(manifest.catalog), *_totals(manifest)])
+    chosen = _chosen(keys, rows) if keys else [*rows]
+    if keys and not options.json:
+        return "\n".join(line for key in chosen for line in _shards(manifest.catalog, key, rows[key]))
+    degrees, why = _degrees(directory, manifest)
+    if options.json:
+        return _inspect_report(directory, manifest, {key: rows[key] for key in chosen}, degrees).to_json()
+    head = _head(directory, manifest, _run_of(directory, manifest), degrees)
+    return "\n".join([head, *why, *_keys(manifest.catalog), *_totals(manifest)])
+
+
+def _degrees(directory: CheckpointDirectory, manifest: Manifest) -> tuple[dict[str, int], list[str]]:
+    """Return the degrees of the saving run, where they are recorded, or why they cannot be read."""
+    try:
+        return read_degrees(directory.backend, manifest, quickly=True), []
+    except (CheckpointError, OSError) as error:
+        return {}, [f"the degrees of parallelism cannot be read: {error}"]
+
+
+def _chosen(keys: Sequence[str], there: Mapping[str, object]) -> list[str]:
+    """Return the keys of names and patterns, in their order; errors as of :func:`choose_keys`."""
+    from paddle_flexckpt.tools.holders import choose_keys  # most commands do without
+
+    choose_keys(keys, {*there})  # all that are wrong at once
+    return [*dict.fromkeys(key for each in keys for key in sorted(choose_keys([each], {*there})))]
 
 
 def _inspect_report(
-    directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray]
+    directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray], degrees: dict[str, int]
 ) -> InspectReport:
     """Return the report on the given rows, by key."""
     from paddle_flexckpt.cli.outputs import InspectReport, Shard, StoredTensor
@@ -83,6 +106,7 @@ def _inspect_report(
         unique_id=manifest.unique_id,
         step=manifest.step,
         world_size=manifest.world_size,
+        degrees=degrees,
         format=FORMATS[manifest.origin].title if manifest.foreign else "flexckpt",
         tensors=tensors,
         run=_run_of(directory, manifest) or None,
@@ -97,11 +121,12 @@ def _run_of(directory: CheckpointDirectory, manifest: Manifest) -> str:
     return ""
 
 
-def _head(directory: CheckpointDirectory, manifest: Manifest, run: str) -> str:
+def _head(directory: CheckpointDirectory, manifest: Manifest, run: str, degrees: Mapping[str, int]) -> str:
+    told = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
     others = [number for number in directory.list_ids() if number != manifest.unique_id]
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     return (
-        f"{directory.path}, id {manifest.unique_id}: saved by {ranks}, step "
+        f"{directory.path}, id {manifest.unique_id}: saved by {ranks}{f' ({told})' if told else ''}, step "
         f"{'unknown' if manifest.step is None else manifest.step}"
         + (f", run {run}" if run else "")
         + (f"; {FORMATS[manifest.origin].title}, without checksums" if manifest.foreign else "")
@@ -145,25 +170,7 @@ def _totals(manifest: Manifest) -> list[str]:
     ]
 
 
-def _rows_of(catalog: Catalog, key: str) -> np.ndarray:
-    """Return the rows of a key.
-
-    Raises:
-        ValidationError: There is no such key.
-    """
-    rows = np.flatnonzero(np.asarray([name == key for name in catalog.keys], dtype=bool)[catalog.key])
-    if not len(rows):
-        import difflib
-
-        alike = difflib.get_close_matches(key, catalog.keys) or sorted(catalog.keys)[:3]
-        raise ValidationError(
-            [Problem("there is no such key", key=key, got=f"{len(catalog.keys)} keys such as {alike}")]
-        )
-    return rows
-
-
-def _shards(catalog: Catalog, key: str) -> list[str]:
-    rows = _rows_of(catalog, key)
+def _shards(catalog: Catalog, key: str, rows: np.ndarray) -> list[str]:
     length = catalog.byte_length
     order = catalog.order(int(catalog.key[rows[0]]))
     return [

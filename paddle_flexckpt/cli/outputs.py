@@ -68,6 +68,7 @@ class InspectReport(Report):
         format: ``flexckpt``, or the name of a foreign format.
         tensors: All tensors, or the requested ones, by key.
         run: What identifies the run that saved it, if a manager recorded that.
+        degrees: The degrees of parallelism of the saving run, by fleet's names; empty where none were recorded.
     """
 
     path: str
@@ -77,6 +78,7 @@ class InspectReport(Report):
     format: str
     tensors: dict[str, StoredTensor]
     run: str | None = None
+    degrees: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from paddle_flexckpt.manager.step_contents import (
     check,
     check_metrics,
     check_step,
+    note_without_optimizer,
 )
 from paddle_flexckpt.manager.step_directories import StepDirectories, Which
 from paddle_flexckpt.manager.storage_saves import StorageSaves
@@ -265,6 +266,7 @@ class CheckpointManager:
         prepare = partial(self._prepare, asked, objects, dataloader, extra, metrics, replaces, where)
         contents, answers = self._comm.together(prepare, context)
         self._run = contents.add_record(asked.step, answers, self._comm, context)
+        note_without_optimizer(objects, contents.shards, f"step {asked.step} of {self.path}", self._comm)
         handle, failed = self._memory.save_beside(given, contents.shards, self._run, where, context)
         if handle is not None and not to_root:
             if pending != self._pending.steps:

@@ -16,8 +16,9 @@ from paddle_flexckpt.run_state.extra_state import (
     check_data,
     has_constant_rate,
     has_position,
-    restore_extra_state,
+    put_back_extra_state,
     schedule_left_out,
+    warned,
 )
 from paddle_flexckpt.run_state.schedules import ConstantRate
 from paddle_flexckpt.transfer.names import is_state
@@ -125,4 +126,7 @@ class RestoreTargets:
 
     def restore(self, state: Mapping[str, Any]) -> ExtraStateReport:
         """Restore all but the shards from a checkpoint's extra state."""
-        return restore_extra_state(state, self.lr_scheduler, self.scaler, self.rng, self.data)
+        report = put_back_extra_state(state, self.lr_scheduler, self.scaler, self.rng, self.data)
+        if has_constant_rate(state) and not self.has_optimizer:  # the rate is the optimizer's, which was left out
+            report.not_restored.pop("lr_scheduler", None)
+        return warned(report)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,19 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.memory.sources import check_state
 from paddle_flexckpt.memory.state import flatten_state_dict
+from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.parallel.install import install, optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.optimizers import optimizer_inside
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.run_state.schedules import ConstantRate
+from paddle_flexckpt.saving.replica_remedies import drift_warning
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord
 from paddle_flexckpt.transfer.agreement import check_heads, check_same
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, encode_options, same_on_all_ranks
+
+logger = logging.getLogger("paddle_flexckpt")
 
 _COMMON = f"{EXTRA_STATE}common"
 # The most characters of a value that an error shows.
@@ -72,6 +77,15 @@ class RunObjects:
     def given(self) -> dict[str, bool]:
         """Return which of schedule, scaler and data there are. Ranks compare this: one without would save none."""
         return {name: getattr(self, name) is not None for name in ("lr_scheduler", "scaler", "data")}
+
+
+def note_without_optimizer(given: RunObjects, shards: Mapping[str, Any], path: str, comm: Communicator) -> None:
+    """Log, on the first rank, that a save has no optimizer's states, if the model's parameters are trained."""
+    is_alone = given.model is not None and given.optimizer is None and comm.position == 0
+    tensors = [getattr(each, "local_tensor", None) for each in shards.values()] if is_alone else []
+    is_trained = any(not getattr(each, "stop_gradient", True) for each in tensors)
+    if is_trained and not any(split_state(key, shards)[1] for key in shards):
+        logger.info(f"{path} is saved without an optimizer: none was given, though parameters of the model are trained")
 
 
 def check_kinds(given: RunObjects) -> None:
@@ -322,13 +336,14 @@ def check(
         fc.check({**shards, **optimizer.sharded_state_dict(shards)})  # as fc.save_state_dict(that, path)
 
     Everything is described once, and the ranks compare the descriptions in one collective. No tensor is read or moved,
-    and no state of the optimizer is created: states that only the first step creates are not checked.
+    so replicas are not compared; a layout whose replicas Paddle lets drift apart is warned of. No state of the
+    optimizer is created: states that only the first step creates are not checked.
 
     Args:
-        model: As in :func:`save`. Or the dict that :func:`save_state_dict` will be given, and nothing else.
-        optimizer: As in :func:`save`, wrapped as for the training.
-        lr_scheduler: As in :func:`save`.
-        scaler: As in :func:`save`.
+        model: A ``paddle.nn.Layer``. Or the dict that :func:`save_state_dict` will be given, and nothing else.
+        optimizer: Wrapped as for the training.
+        lr_scheduler: None: the optimizer's own scheduler, or its constant rate.
+        scaler: A ``paddle.amp.GradScaler``.
         state: Shards or tensors besides, or instead of, those of model and optimizer.
         process_group: The ranks that take part, as in :func:`save_state_dict`.
 
@@ -349,5 +364,8 @@ def check(
             return model
         return objects.describe()
 
-    head = encode_options(check, options, **objects.given())
-    check_state(describe, communicator_for(process_group), "cannot save", head)
+    head, comm = encode_options(check, options, **objects.given()), communicator_for(process_group)
+    check_state(describe, comm, "cannot save", head)
+    drift = "" if optimizer is None or comm.position else drift_warning(comm.ranks)
+    if drift:
+        logger.warning(drift)

@@ -16,7 +16,13 @@ from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.manager.restore import fill_run, hold_together
 from paddle_flexckpt.manager.restore_targets import RestoreTargets, RunOptions
-from paddle_flexckpt.manager.step_contents import OWN_OBJECTS, RunObjects, check_same_values, digest_values
+from paddle_flexckpt.manager.step_contents import (
+    OWN_OBJECTS,
+    RunObjects,
+    check_same_values,
+    digest_values,
+    note_without_optimizer,
+)
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
@@ -118,7 +124,8 @@ def save(
         dataloader: This rank's position in the data: a portable value, or an object with ``state_dict()``.
         data: A sampler or stream of :mod:`paddle_flexckpt.data`: a position that other layouts continue.
         extra: Portable values, the same on every rank.
-        process_group: The ranks that take part, as in :func:`save_state_dict`.
+        process_group: The ranks that take part: None for all ranks of the job, ``"self"`` for this rank alone, or a
+            group of ``paddle.distributed``.
         **options: Of :class:`~paddle_flexckpt.manager.whole_run.RunSaveOptions`.
 
     Returns:
@@ -140,6 +147,7 @@ def save(
     shards, answers = comm.together(collect, context)
     (digests,) = check_heads(answers, context, comm.ranks)
     check_same_values(comm, shards, [each.decode() for each in digests], context)
+    note_without_optimizer(objects, shards, shown(path), comm)
     return save_state_dict(shards, path, comm, **asked.keywords(SaveOptions))
 
 
@@ -167,14 +175,15 @@ def load(
     Args:
         path: The directory, as of :func:`load_state_dict`: of :func:`save`, of :func:`save_state_dict`, a step of a
             CheckpointManager, or of another program.
-        model: As in :func:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
-        optimizer: The states that only its first step creates are created. To load the model alone, give no optimizer
-            and ``optimizer_states="ignore"``.
+        model: A ``paddle.nn.Layer``, wrapped as for the training or not.
+        optimizer: Wrapped as for the training. The states that only its first step creates are created. To load the
+            model alone, give no optimizer and ``optimizer_states="ignore"``.
         lr_scheduler: None: the optimizer's own scheduler, or its constant rate.
         scaler: A scaler; its settings become the saved ones.
-        state: As in :func:`save`; its tensors are written.
-        data: As in :func:`save`; it continues at the saved position.
-        process_group: The ranks that take part, as in :func:`load_state_dict`.
+        state: Shards or tensors besides, or instead of, those of model and optimizer; they are filled.
+        data: A sampler or stream of :mod:`paddle_flexckpt.data`; it continues at the saved position.
+        process_group: The ranks that take part: None for all ranks of the job, ``"self"`` for this rank alone, or a
+            group of ``paddle.distributed``.
         **options: Of :class:`~paddle_flexckpt.manager.restore.RunOptions`.
 
     Returns:

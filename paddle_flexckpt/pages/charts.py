@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -329,13 +329,24 @@ def of_counts(name: str, values: Sequence[float]) -> Series:
 
 
 def by_rank(what: str, series: Sequence[Series]) -> Markup:
-    """Return charts of some values of each rank, a text about ranks that stand out, and a table."""
+    """Return charts of some values of each rank, a text about ranks that stand out, and a table.
+
+    Values that are equal on all ranks have a line in place of a chart; equal series share one.
+    """
     series = [each for each in series if len(each.values)]
     count = max((len(each.values) for each in series), default=0)
     if not count:
         return paragraph("Nothing is known of it.")
-    charts = [*map(_columns_figure, series), element("div", _by_rank_table(what, series, count))]
-    return join([_who_stands_out(series), element("div", *charts, class_="charts")])
+    alike: dict[tuple[str, ...], list[Series]] = {}
+    for each in series:
+        alike.setdefault(tuple(map(each.show, each.values)), []).append(each)
+    told = [(shown, replace(same[0], name=", ".join(each.name for each in same))) for shown, same in alike.items()]
+    even = [f"{each.name}: {shown[0]} on each {what}." for shown, each in told if len(shown) > 1 == len({*shown})]
+    charts = [_columns_figure(each) for shown, each in told if not len(shown) > 1 == len({*shown})]
+    table_of_all = element("div", _by_rank_table(what, series, count))
+    return join(
+        [_who_stands_out(series), *map(paragraph, even), element("div", *charts, table_of_all, class_="charts")]
+    )
 
 
 def _columns_figure(series: Series) -> Markup:
@@ -352,9 +363,9 @@ def _who_stands_out(series: Sequence[Series]) -> Markup:
             most = f"{each.show(each.values[far[0]])}, {each.values[far[0]] / each.median:.1f} times the median"
             remarks.append(f"{each.name}: {ranks} stand{'s' * (len(far) == 1)} out; rank {far[0]} has {most}.")
     floors = dict.fromkeys(each.show(each.floor) for each in series)
-    rule = f"more than {FAR} times the median and {' or '.join(floors)} above it"
+    rule = f"more than {FAR} times the median and also {' or '.join(floors)} above it"
     if not remarks:
-        return paragraph(f"No rank stands out: none has {rule}.")
+        return paragraph(f"No rank stands out, which takes {rule}.")
     key = element("li", element("span", "", class_="key far"), f"stands out: {rule}")
     return join([element("ul", *(element("li", each) for each in remarks)), element("ul", key, class_="legend")])
 

@@ -152,11 +152,11 @@ def tensors_drawn(report: HoldersReport) -> Markup:
 
 
 def largest(report: HoldersReport, most: int) -> list[tuple[str, list[Alike]]]:
-    """Return the largest parameters with their states to draw, up to a number, by key."""
+    """Return the largest parameters with their states to draw, up to a number, the largest first."""
     every = by_parameter(report)
     size = {name: sum(math.prod(report.tensors[key].shape) for key in keys) for name, keys in every.items()}
-    chosen = set(sorted(size, key=lambda name: (-size[name], name))[:most])
-    found = [(name, alike(report, name, keys)) for name, keys in every.items() if name in chosen]
+    chosen = sorted(size, key=lambda name: (-size[name], name))[:most]
+    found = [(name, alike(report, name, every[name])) for name in chosen]
     # Of one element, beside others: powers of beta.
     return [(name, [each for each in all_ if math.prod(each.tensor.shape) > 1] or all_) for name, all_ in found]
 

@@ -293,7 +293,11 @@ def restore_extra_state(
         ValidationError: This is no extra state.
         CorruptCheckpointError: It is damaged.
     """
-    report = put_back_extra_state(state, lr_scheduler, scaler, rng, data)
+    return warned(put_back_extra_state(state, lr_scheduler, scaler, rng, data))
+
+
+def warned(report: ExtraStateReport) -> ExtraStateReport:
+    """Return a report, after rank 0 has logged a warning of what was not restored."""
     if report.not_restored and _rank() == 0:
         logger.warning("not restored: " + "; ".join(f"{name}: {why}" for name, why in report.not_restored.items()))
     return report

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +21,14 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ReplicaGroups
 from paddle_flexckpt.catalog.table import extra_state_differs
 from paddle_flexckpt.memory.replica_digests import DIGEST, Digests
 from paddle_flexckpt.memory.tensors import open_storage
-from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.planning.replica_comparison import Comparison, compare_samples, compare_whole, compare_written
 from paddle_flexckpt.planning.write_plan import Items
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.replica_policies import CLOSE, EQUAL, FIRST
+from paddle_flexckpt.saving.replica_remedies import About, about_keys, drift_remedy
 
 logger = logging.getLogger("paddle_flexckpt")
 
-MAX_LISTED = 50
 # Of all replicas that have to be close and differ, so many bytes are compared element by element.
 MEASURED_BYTES = 64 << 20
 # Replicas that have to be close may differ by this part of the largest value, or by two steps of a dtype that has fewer
@@ -122,10 +120,9 @@ class Replicas:
         group = groups.of_row[comparison.row[lines]]
         # A replica may differ in several stretches.
         wrong = lines[~self._may_differ[group]]
-        _, once = np.unique(comparison.row[wrong], return_index=True)
-        problems = [self._problem(comparison, line) for line in wrong[once][:MAX_LISTED].tolist()]
-        if problems:
-            raise ValidationError(problems, self._context)
+        if len(wrong):
+            _, once = np.unique(comparison.row[wrong], return_index=True)
+            raise ValidationError(self._problems(comparison, wrong[once]), self._context)
         differing = np.zeros(len(groups), dtype=bool)
         differing[group] = True
         return differing
@@ -138,11 +135,17 @@ class Replicas:
         found[in_order] = np.frombuffer(b"".join(answer[rank] for rank in sorted(answer)), dtype=DIGEST)
         return found
 
-    def _problem(self, comparison: Comparison, line: int) -> Problem:
+    def _problems(self, comparison: Comparison, lines: np.ndarray) -> list[Problem]:
+        found = about_keys(
+            {line: self._catalog.key_name(comparison.row[line]) for line in lines.tolist()}, self._catalog.keys
+        )
+        return [self._problem(comparison, line, found[line]) for line in found]
+
+    def _problem(self, comparison: Comparison, line: int, about: About) -> Problem:
         catalog, row, other = self._catalog, comparison.row[line], comparison.row[comparison.first[line]]
         key, start, stop = catalog.key_name(row), comparison.start[line], comparison.stop[line]
         part = "" if stop - start == catalog.size[row] else f", elements {start} to {stop - 1} of it,"
-        drift = _drift_remedy([int(catalog.rank[row]), int(catalog.rank[other])])
+        drift = drift_remedy([int(catalog.rank[row]), int(catalog.rank[other])])
         where: dict[str, Any] = {
             "key": key,
             "rank": int(catalog.rank[row]),
@@ -151,10 +154,9 @@ class Replicas:
         }
         if key.startswith(EXTRA_STATE):
             return extra_state_differs(**where)
-        parameter, state = split_state(key, {*catalog.keys})
-        if state and not drift:
+        if about.is_state and not drift:
             return Problem(
-                f"ranks differ in the optimizer's state {state} of {parameter!r}",
+                "ranks differ in the optimizer's states",
                 **where,
                 code="FC106",
                 remedy="average the gradients over all ranks that hold the parameter, as fleet and "
@@ -162,21 +164,21 @@ class Replicas:
                 f"pass check_replicas={{{key!r}: 'first'}}",
             )
         return Problem(
-            "replicas of one shard differ",
+            f"replicas of one shard differ{'' if drift else about.states}",
             **where,
             code="FC106",
             remedy=drift
             if drift
-            else f"{_remedies()}; only if they are one tensor and one rank's values will do, pass check_replicas="
-            f"{{{key!r}: 'first'}}, or 'close' to be told how far apart they are",
+            else f"{about.remedies}; only if they are one tensor and one rank's values will do, pass "
+            f"check_replicas={about.policy(key)}, or 'close' to be told how far apart they are",
         )
 
-    def _too_far(self, row: int, part: float, bound: float) -> Problem:
+    def _too_far(self, row: int, part: float, bound: float, about: About) -> Problem:
         catalog = self._catalog
+        drift = drift_remedy(self._holders(row))
         key = catalog.key_name(row)
-        drift = _drift_remedy(self._holders(row))
         return Problem(
-            "replicas of one shard are not close",
+            f"replicas of one shard are not close{'' if drift else about.states}",
             key=key,
             expected=f"differences of at most {bound:.3g} of the largest value, in {catalog.dtype_name(row)}, from "
             f"{catalog.describe(row)} on rank {catalog.rank[row]}",
@@ -184,8 +186,8 @@ class Replicas:
             code="FC106",
             remedy=drift
             if drift
-            else f"{_remedies()}; only if they are one tensor and one rank's values will do, pass "
-            f"check_replicas={{{key!r}: 'first'}}",
+            else f"{about.remedies}; only if they are one tensor and one rank's values will do, pass "
+            f"check_replicas={about.policy(key)}",
         )
 
     def _holders(self, row: int) -> list[int]:
@@ -245,10 +247,13 @@ class Replicas:
         texts: dict[str, str] = {}
         warnings: dict[str, str] = {}
         bounds = [_bound(self._catalog.dtype_name(counting[group])) for group in close]
-        far = [(counting[group], each.part, bound) for group, each, bound in zip(close, measured, bounds)]
-        problems = [self._too_far(*each) for each in far if not each[1] <= each[2]]
-        if problems:
-            raise ValidationError(problems[:MAX_LISTED], self._context)
+        parts = {counting[group]: (each.part, bound) for group, each, bound in zip(close, measured, bounds)}
+        far = {row: self._catalog.key_name(row) for row, (part, bound) in parts.items() if not part <= bound}
+        if far:
+            problems = [
+                self._too_far(row, *parts[row], about) for row, about in about_keys(far, self._catalog.keys).items()
+            ]
+            raise ValidationError(problems, self._context)
         for group, (difference, _, whole) in sorted(zip(close, measured), key=lambda each: each[1]):
             size = f"by at {'most' if whole else 'least'} {difference:.3g}"
             warnings[self._catalog.key_name(counting[group])] = f"differ {size}; {self._whose(counting[group])}"
@@ -362,41 +367,3 @@ def _difference(values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
         difference = float(np.abs(values[differ].astype(wide) - others[differ].astype(wide)).max())
         largest = max(float(np.abs(each[np.isfinite(each)].astype(wide)).max(initial=0.0)) for each in (values, others))
     return difference, difference / largest if largest else difference
-
-
-def _remedies() -> str:
-    """Return the remedies for the causes of differing replicas, except for ranks that may differ."""
-    return (
-        "if each rank has its own part of a tensor, describe it by shard_weight(key, tensor, axis, group): "
-        "one rank's part would be saved as the whole; give different tensors (such as the experts of different ranks) "
-        "different names; if they differ before the first step, call paddle.seed() with one number on every rank "
-        "before the model is made; bring ranks in step that ran out of it"
-    )
-
-
-def _drift_remedy(ranks: Collection[int]) -> str:
-    """Return the remedy where Paddle itself lets replicas on these ranks drift apart; else an empty text.
-
-    Sharding V2 updates slices of parameters, whose gradients fleet does not average over data and segment parallelism.
-    """
-    hcg = getattr(sys.modules.get("paddle.distributed.fleet.base.topology"), "_HYBRID_PARALLEL_GROUP", None)
-    topology = getattr(hcg, "_topo", None)
-    if hcg is None or topology is None:
-        return ""
-    from paddle.distributed import fleet
-
-    strategy = getattr(fleet.fleet, "_user_defined_strategy", None)
-    if strategy is None or not strategy.hybrid_configs["sharding_configs"].split_param:
-        return ""
-    coordinates = [topology.get_coord(rank) for rank in ranks]
-    axes = {"data": "data", "sep": "segment"}
-    beside = [word for name, word in axes.items() if len({getattr(each, name, 0) for each in coordinates}) > 1]
-    if hcg.get_sharding_parallel_world_size() == 1 or not beside:
-        return ""
-    remedy = (
-        f"sharding V2 (split_param=True) beside {' and '.join(beside)} parallelism: fleet does not average its "
-        "gradients over these ranks, so that each trains another model from the first step on. Begin again from a "
-        "checkpoint of before, and shard over all of these ranks (dp_degree=1, sep_degree=1), or use V1, or average "
-        "the gradients over these ranks before step(), as PaddleNLP's trainer does"
-    )
-    return remedy

@@ -139,7 +139,7 @@ def find_holders(
     manifest = directory.read_manifest(unique_id)
     stored = without_extra_state(manifest.catalog)
     there = {stored.keys[number] for number in np.unique(stored.key).tolist()}
-    chosen = _chosen(keys, there | set(layout.keys if layout else ()))
+    chosen = choose_keys(keys, there | set(layout.keys if layout else ()))
     stored = _only(stored, chosen)
     ranks = max([manifest.world_size or 0, *(stored.rank + 1).tolist()])
     sizes = sums_of(stored.rank, stored.byte_length, ranks)
@@ -171,8 +171,8 @@ def find_holders(
     )
 
 
-def _chosen(wanted: Sequence[str], there: set[str]) -> set[str]:
-    """Return the keys of names and patterns.
+def choose_keys(wanted: Sequence[str], there: set[str]) -> set[str]:
+    """Return the keys of names and patterns; all without any.
 
     Raises:
         ValidationError: One has no keys.
@@ -184,7 +184,9 @@ def _chosen(wanted: Sequence[str], there: set[str]) -> set[str]:
     for name in wanted:
         keys = {name} if name in there else {key for key in there if fnmatch.fnmatchcase(key, name)}
         if not keys:
-            alike = difflib.get_close_matches(name, there) or sorted(there)[:3]
+            part = name.strip("*.")
+            alike = [key for key in sorted(there) if part and part in key][:3]
+            alike = alike or difflib.get_close_matches(name, there) or sorted(there)[:3]
             problems.append(Problem("there is no such key", key=name, got=f"{len(there)} keys such as {alike}"))
         found |= keys
     if problems:

@@ -118,8 +118,9 @@ class RehearsalReport(Report):
             return f"{self.source} (id {self.unique_id}) does not load under {self.strategy}: {self.error}"
         worst, reads = self.worst, sum(len(each.ranks) * each.reads for each in self.ranks)
         read = sum(len(each.ranks) * each.bytes_read for each in self.ranks)
+        under = f"under {self.strategy} on {self.world_size} ranks" if self.world_size > 1 else "on 1 rank"
         text = (
-            f"{self.source} (id {self.unique_id}) loads under {self.strategy} on {self.world_size} ranks: "
+            f"{self.source} (id {self.unique_id}) loads {under}: "
             f"{format_bytes(self.total_bytes)} needed, {format_bytes(read)} read in {reads} requests; rank "
             f"{worst.ranks[0]} reads the most, {format_bytes(worst.bytes_read)}"
         )

@@ -7,6 +7,7 @@ Tested in tests/manager/test_manager.py and tests/cli/test_overview.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.manifest import Manifest
 
 RECORD = f"{EXTRA_STATE}manager"
+# The part of a run's extra state that has the degrees of parallelism.
+LAYOUT = f"{EXTRA_STATE}common"
 _VERSION = 1
 
 
@@ -79,17 +82,44 @@ def read_record(directory: Backend, manifest: Manifest, quickly: bool = False) -
         CorruptCheckpointError: The record is damaged.
         ValidationError: It is of a newer version.
     """
+    array = _read(directory, manifest, RECORD, quickly)
+    return None if array is None else StepRecord.decode(array)
+
+
+def _read(directory: Backend, manifest: Manifest, key: str, quickly: bool) -> np.ndarray | None:
+    """Return a tensor of bytes; None if there is none of that name; other arguments as of :func:`read_record`."""
     catalog = manifest.catalog
-    if RECORD not in catalog.keys:
+    if key not in catalog.keys:
         return None
-    rows = np.flatnonzero(catalog.key == catalog.keys.index(RECORD))
+    rows = np.flatnonzero(catalog.key == catalog.keys.index(key))
     name = catalog.file_name(int(rows[0])) if quickly and len(rows) == 1 else None
     if name is not None:
         row = int(rows[0])
         with directory.open(name) as file:
             data = file.read(int(catalog.byte_offset[row]), int(catalog.byte_length[row]))
-        return StepRecord.decode(np.frombuffer(data, dtype=np.uint8))
+        return np.frombuffer(data, dtype=np.uint8)
     from paddle_flexckpt.tools.whole_tensors import iterate_tensors  # most of the transfer, for this alone
 
-    ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
-    return StepRecord.decode(array)
+    ((_, array),) = iterate_tensors(directory, manifest, names=[key])
+    return array
+
+
+def read_degrees(directory: Backend, manifest: Manifest, quickly: bool = False) -> dict[str, int]:
+    """Return the degrees of parallelism of the run that saved a checkpoint, by fleet's names; none without fleet.
+
+    Args:
+        directory: The checkpoint's directory.
+        manifest: The manifest, at least with the rows of :data:`LAYOUT`.
+        quickly: As of :func:`read_record`.
+
+    Raises:
+        CorruptCheckpointError: The record is damaged, or its file is.
+    """
+    array = _read(directory, manifest, LAYOUT, quickly)
+    if array is None:
+        return {}
+    try:
+        layout = json.loads(array.tobytes())["layout"]  # other values may be in tensors
+        return {str(name): int(degree) for name, degree in layout.items() if name != "world_size"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{LAYOUT} is damaged: {error!r}") from error

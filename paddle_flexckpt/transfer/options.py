@@ -343,6 +343,7 @@ class ExportOptions(OutputOptions, WholeOptions):
 
 
 _OPTIONS = "options_of_the_call"
+_OF_OPTIONS = re.compile(r"\n    \*\*options: .*(\n        .*)*")
 _ATTRIBUTE = re.compile(r"^    (\w+): ", re.MULTILINE)
 
 
@@ -393,8 +394,8 @@ def takes(options: type[Options], **may_differ: str) -> Callable[[Call], Call]:
 
 
 def _with_options(doc: str, options: type[Options], names: Collection[str]) -> str:
-    """Return a docstring with the dataclass's options added to its section ``Args``."""
-    texts = []
+    """Return a docstring with the dataclass's options in its section ``Args``, in place of ``**options``."""
+    doc, texts = _OF_OPTIONS.sub("", doc, count=1), []
     for cls in reversed(options.__mro__):
         text = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[2] if issubclass(cls, Options) else ""
         starts = [*_ATTRIBUTE.finditer(text)]

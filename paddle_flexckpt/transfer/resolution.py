@@ -106,6 +106,12 @@ class Resolution:
         """Return the keys that nothing fills."""
         return [self.targets.catalog.keys[row] for row, other in self.others.items() if other.how == MISSING]
 
+    def untouched(self, source: Catalog) -> list[str]:
+        """Return the parameters that nothing fills."""
+        missing = self.missing
+        known = {*self.targets.catalog.keys, *source.keys} if missing else set[str]()
+        return [key for key in missing if not (key.startswith(EXTRA_STATE) or is_state(key, known))]
+
     @property
     def may_be_codes(self) -> bool:
         """Return whether values of a type for codes are cast; keys beside them in the source decide."""

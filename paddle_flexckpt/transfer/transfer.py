@@ -16,7 +16,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
-from paddle_flexckpt.catalog.texts import order_warning, replica_warning, unread_warning
+from paddle_flexckpt.catalog.texts import order_warning, replica_warning, unread_warning, untouched_warning
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads
@@ -131,7 +131,8 @@ class Transfer:
         """
         planned, task, source = time.perf_counter(), self._task, self._source
         moved, answers = self._comm.together(self._move, self._context)
-        total_bytes, filled, asked = map(sum, zip(*(map(int, answer.split()) for answer in answers)))
+        counts, untouched = zip(*(json.loads(answer) for answer in answers))
+        total_bytes, filled, asked = map(sum, zip(*counts))
         if not filled:
             refuse_nothing(asked, self._unexpected, self._context)
         kept, moving = task.keys_of(task.plan.kept), "exchange" if source.between_ranks else "read"
@@ -157,6 +158,8 @@ class Transfer:
         if self._comm.position == self._options.coordinator_rank:
             if task.mapping is not None and task.mapping.unread:
                 logger.warning(unread_warning(report.source, task.mapping.unread, task.resolution.targets.catalog.keys))
+            if any(untouched):
+                logger.warning(untouched_warning(report.source, sorted({key for keys in untouched for key in keys})))
             logger.log(_report_level.get(), report.summary())
         return report
 
@@ -251,7 +254,7 @@ class Transfer:
             moved = self._source.move(self._task)
         resolution = self._task.resolution
         counts = moved["bytes_needed"], len(resolution.filled), len(resolution.targets.catalog)
-        return moved, " ".join(map(str, counts)).encode()
+        return moved, json.dumps((counts, resolution.untouched(self._source.catalog))).encode()
 
 
 @contextlib.contextmanager

@@ -71,3 +71,23 @@ def test_the_first_names_are_listed_and_the_others_counted():
     assert listed(names[:6]) == "a, b, c, d, e and 1 more"
     assert listed(names, 2) == "a, b and 5 more"
     assert listed([]) == ""
+
+
+def test_problems_with_a_common_remedy_have_one_line():
+    def problem(key, rank=0, what="shapes differ", code="FC205", remedy="give 'KEY -> KEY', as KEYS"):
+        remedy = remedy.replace("KEY ", f"{key} ").replace("KEY'", f"{key}'")
+        return Problem(what, key, rank, expected="[2]", got=f"[{key}]", code=code, remedy=remedy)
+
+    other, own, alone = problem("c.w", 0, "odd"), problem("e.w", remedy="load it"), problem("f.w", 0, "odd", "FC101")
+    same = [problem("a.w", 1), problem("b.w", 3), problem("a.w", 2)]
+    error = ValidationError([*same, other, problem("d.w"), own, alone, "of another rank"])
+    assert len(error.problems) == 8
+    assert error.lines == [
+        "shapes differ (key 'a.w', ranks 0-3); expected [2]; got [a.w], and the like for 2 more keys: 'b.w', 'd.w'. "
+        "Remedy (FC205): give 'a.w -> a.w', as KEYS; likewise for the other keys",
+        *map(str, (other, own, alone)),
+        "of another rank",
+    ]
+    many = ValidationError([problem(f"{number}.w", remedy="load it") for number in range(50)])
+    assert len(many.lines) == 1 and "49 more keys: '1.w', " in str(many) and "'20.w' and 29 more. Remedy" in str(many)
+    assert "likewise" not in str(many)

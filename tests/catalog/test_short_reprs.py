@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paddle_flexckpt.catalog.short_reprs import ShortRepr
 from paddle_flexckpt.report import LoadReport
@@ -31,7 +31,11 @@ def test_what_is_empty_is_left_out_and_what_is_long_is_counted():
 
 
 def test_a_report_of_many_tensors_is_a_line():
-    report = LoadReport("run", 0, 9, [], [f"layers.{number}.w" for number in range(999)], {}, {})
-    assert repr(report).startswith("LoadReport(source='run', unique_id=0, keys=9, unexpected=<999 entries>)")
-    assert len(repr(report)) < 100
-    assert report == LoadReport("run", 0, 9, [], report.unexpected, {}, {})
+    unexpected = [f"layers.{number}.w" for number in range(999)]
+    report = LoadReport("run", 0, 9, [], unexpected, {}, {}, comm_method="direct", comm_reason="auto: a long reason")
+    assert repr(report).startswith("LoadReport(source='run', unique_id=0, keys=9, unexpected=<999 entries>")
+    assert len(repr(report)) < 130 and "reason" not in repr(report)
+    report = replace(report, comm_reason="")
+    assert report == LoadReport(
+        "run", 0, 9, [], unexpected, {}, {}, comm_method="direct", comm_reason=report.comm_reason
+    )

@@ -183,6 +183,11 @@ def test_what_cannot_be_rehearsed_is_an_error(checkpoint, capsys, arguments, wor
     assert words in captured.err
 
 
+def test_one_rank_is_one_rank(checkpoint, capsys):
+    assert main(["rehearse", checkpoint, "--to", "pp=1"]) == 0
+    assert f"{checkpoint} (id 0) loads on 1 rank: " in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_a_degree_that_does_not_fit_has_a_remedy_on_its_page_too(checkpoint, tmp_path, capsys):
     page = tmp_path / "a.html"
     assert main(["rehearse", checkpoint, "--to", "tp=3", "--html", str(page)]) == 1

@@ -22,7 +22,7 @@ KINDS = {
     "model.w": ("float32", (4, 6)),
     "model.norm": ("bfloat16", (5,)),
     "model.w.moment1_0": ("float32", (2, 3, 4)),
-    "extra_state.common": ("uint8", (9,)),
+    "extra_state.own": ("uint8", (9,)),
 }
 
 
@@ -123,10 +123,10 @@ def test_inspect_lists_keys_and_totals(checkpoint, capsys):
     assert lines[0] == f"{checkpoint}, id 0: saved by 2 ranks, step 7"
     assert lines[1].split() == ["key", "dtype", "shape", "shards", "files", "bytes"]
     names = [line.split()[0] for line in lines[2:-2]]
-    assert names == ["extra_state.common", "model.norm", "model.w", ".moment1_0"], "a state stands with its parameter"
+    assert names == ["extra_state.own", "model.norm", "model.w", ".moment1_0"], "a state stands with its parameter"
     row = next(line for line in lines if line.startswith("model.w "))
     assert row.split() == ["model.w", "float32", "[4,", "6]", "2", "2", "96"]
-    assert lines[-2] == "extra state: extra_state.common"
+    assert lines[-2] == "extra state: extra_state.own"
     total = 96 + 10 + 96 + 9
     assert lines[-1] == (
         f"total: 4 keys, {len(manifest.catalog)} shards, {total} bytes ({total} B) in 2 files of "
@@ -152,6 +152,37 @@ def test_inspect_of_one_key_lists_its_shards(checkpoint, capsys):
     code, out, err = run(capsys, "inspect", str(checkpoint), "--key", "model.x")
     assert (code, out) == (1, "")
     assert "there is no such key (key 'model.x')" in err
+
+
+def test_inspect_takes_patterns_and_names_keys_with_the_text(tmp_path, capsys):
+    kinds = {f"layers.{layer}.{part}": ("float32", (2,)) for layer in range(3) for part in ("up.w", "up.b", "down.w")}
+    save(str(tmp_path / "a"), values_of({**kinds, "support": ("float32", (1,))}), world=1)
+    code, out, _ = run(capsys, "inspect", str(tmp_path / "a"), "--key", "layers.1.up.*", "--key", "layers.0.down.w")
+    assert code == 0
+    named = [line for line in out.splitlines() if line[0] != " "]
+    assert named == ["layers.1.up.b", "layers.1.up.w", "layers.0.down.w"]
+    shown = json.loads(run(capsys, "inspect", str(tmp_path / "a"), "--json", "--key", "layers.*.b")[1])
+    assert [*shown["tensors"]] == [f"layers.{layer}.up.b" for layer in range(3)]
+    for command in (["inspect", str(tmp_path / "a"), "--key", "up"], ["map", str(tmp_path / "a"), "up"]):
+        code, out, err = run(capsys, *command)
+        assert (code, out) == (1, "")
+        assert "10 keys such as ['layers.0.up.b', 'layers.0.up.w', 'layers.1.up.b']" in err
+
+
+def test_inspect_shows_the_degrees_of_the_saving_run(tmp_path, capsys):
+    layout = {"world_size": 4, "data": 1, "model": 2, "pipe": 1, "sharding": 2, "sep": 1}
+    text = np.frombuffer(json.dumps({"version": 1, "layout": layout}).encode(), np.uint8)
+    for name, value in (("a", text), ("b", text[:-1])):
+        save(str(tmp_path / name), {"w": np.ones(2, np.float32), "extra_state.common": value}, world=4, step=2)
+    code, out, _ = run(capsys, "inspect", str(tmp_path / "a"))
+    assert code == 0
+    assert out.splitlines()[0] == f"{tmp_path / 'a'}, id 0: saved by 4 ranks (model 2, sharding 2), step 2"
+    degrees = {"data": 1, "model": 2, "pipe": 1, "sharding": 2, "sep": 1}
+    for more in ([], ["--key", "w"]):
+        assert json.loads(run(capsys, "inspect", str(tmp_path / "a"), "--json", *more)[1])["degrees"] == degrees
+    code, out, _ = run(capsys, "inspect", str(tmp_path / "b"))
+    assert code == 0 and "the degrees of parallelism cannot be read: extra_state.common is damaged" in out
+    assert "saved by 4 ranks, step 2" in out and "w  " in out
 
 
 def test_inspect_of_an_id(checkpoint, capsys):

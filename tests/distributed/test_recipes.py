@@ -71,6 +71,15 @@ def test_a_recipe_that_needs_ranks_says_how_it_is_started(path, tmp_path):
     assert f"python -m paddle.distributed.launch --nproc_per_node 2 {path.name}" in done.stderr
 
 
+@pytest.mark.parametrize("recipe", ["tensor_parallel_sharding", "semi_automatic"])
+def test_a_recipe_with_degrees_runs_on_one_rank(tmp_path, recipe):
+    words = [sys.executable, str(RECIPES / f"{recipe}.py"), "1", "1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = [subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True) for _ in range(2)]
+    lines = [[line for line in each.stdout.splitlines() if line.startswith("step ")] for each in done]
+    assert lines[0][2:] == lines[1] and len(lines[1]) == 2, done[0].stderr
+
+
 def test_every_recipe_is_short_and_has_its_place_in_the_page():
     assert len(COMMANDS) == len(OUTPUTS)
     assert all(len(RUN.findall(text)) == len(text.splitlines()) for text in COMMANDS)

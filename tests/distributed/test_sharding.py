@@ -573,8 +573,18 @@ def reshard(source, target):
     return {"wrong": sorted(set(truth) ^ same), "losses": losses, "new": new.train(AFTER)}
 
 
+def warned_by_check(model, optimizer):
+    """The warnings of ``fc.check`` on this rank."""
+    handler, texts = logging.Handler(logging.WARNING), []
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("paddle_flexckpt").addHandler(handler)
+    fc.check(model, optimizer)
+    logging.getLogger("paddle_flexckpt").removeHandler(handler)
+    return texts
+
+
 def beside_v2(directory, axis, averages):
-    """What a save says of a job of sharding V2 beside another axis, before any step and after one.
+    """What a check and a save say of a job of sharding V2 beside another axis, before any step and after one.
 
     ``averages``: gradients are averaged over that axis before each step, as PaddleNLP's trainer does.
     """
@@ -585,7 +595,7 @@ def beside_v2(directory, axis, averages):
         net = Net("", "float32", False)
     inner = paddle.optimizer.AdamW(0.01, parameters=[p for p in net.parameters() if not p.stop_gradient])
     model, optimizer = fleet.distributed_model(net), fleet.distributed_optimizer(inner)
-    texts = []
+    texts = [warned_by_check(model, optimizer)]
     for _ in range(2):
         shards = model.sharded_state_dict()
         try:
@@ -889,15 +899,21 @@ def test_what_cannot_be_described_is_refused(world2):
 
 @pytest.mark.parametrize("axis", ["dp", "sep"])
 def test_ranks_that_paddle_lets_drift_are_told_so(world4, tmp_path, axis):
-    for before, after in world4.run(beside_v2, directory=str(tmp_path), axis=axis, averages=False):
+    for rank, said in enumerate(world4.run(beside_v2, directory=str(tmp_path), axis=axis, averages=False)):
+        checked, before, after = said
         assert before is None
+        assert len(checked) == (rank == 0)
+        for text in checked:  # before the first step
+            assert "unless the program averages the gradients itself. Remedy (FC106): sharding V2" in text
         assert "replicas of one shard differ" in after
-        advised("saving/replica_checks.py", "or average the gradients over these ranks before step()", after)
+        advised("saving/replica_remedies.py", "or average the gradients over these ranks before step()", after)
         assert ("beside data parallelism" if axis == "dp" else "beside segment parallelism") in after
         # Not what would be right for experts: it would save what one of the models has learned.
         assert "'first'" not in after and "experts" not in after
+        # One text for all parameters and their states.
+        assert after.count("Remedy") == 1 and "and the like for " in after
     for texts in world4.run(beside_v2, directory=str(tmp_path), axis=axis, averages=True):
-        assert texts == [None, None]
+        assert texts[1:] == [None, None]
 
 
 def test_weights_alone_beside_an_optimizer_that_has_stepped(tmp_path):

@@ -97,6 +97,21 @@ QUERIES = {
     "no checkpoint found": "docs/troubleshooting/",
     "estimate load time": "docs/rehearsal/",
     "node lost restore from memory": "docs/survive/",
+    "mp_degree does not match number of GPUs": "docs/troubleshooting/",
+    "AssertionError nranks mp_num": "docs/troubleshooting/",
+    "virtual pipeline vpp": "docs/guide/",
+    "checkpoint bigger than expected disk size": "docs/cli/",
+    "load pipeline checkpoint with different number of stages": "docs/guide/",
+    "which Paddle version": "docs/guide/",
+    "sharding stage 1 to stage 2": "docs/guide/",
+    "which strategy was it saved with": "docs/guide/",
+    "who saved which part": "docs/guide/",
+    "number of layers changed": "docs/troubleshooting/",
+    "not restored: rng": "docs/troubleshooting/",
+    "world size changed": "docs/guide/",
+    "tied lm_head load from huggingface": "docs/aoa/",
+    "transpose linear weight when loading torch checkpoint": "docs/aoa/",
+    "tie_word_embeddings": "docs/aoa/",
 }
 # By the text of an error that a reader pastes, the section that has to be the first result.
 PASTED = {

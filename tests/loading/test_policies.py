@@ -27,6 +27,21 @@ def state(**tensors) -> dict[str, np.ndarray]:
     return {key: np.asarray(value, dtype=np.float32) for key, value in tensors.items()}
 
 
+def test_parameters_that_nothing_fills_are_warned_of_once(caplog, tmp_path):
+    """Also those of other ranks, and those that statements leave out; states are no parameters."""
+    save_state_dict(state(a=[1, 2], b=[3], c=[4]), tmp_path)
+
+    def load(comm):
+        own = ["a.moment2_0", "x.w", "1.w"][: 2 + comm.rank]
+        targets = state(a=[0, 0], b=[0, 0], **{key: [9] for key in own}, **{"a.moment1_0": [9, 9]})
+        load_state_dict(targets, tmp_path, comm, aoa_config={"aoa_statements": ["b -> _"]}, strict=False)
+        return targets["b"].tolist()
+
+    assert SimulatedWorld(2).run(load) == [[0, 0]] * 2
+    (text,) = [each.getMessage() for each in caplog.records if "keep" in each.getMessage()]
+    assert text == f"3 parameters keep the values they had, as {tmp_path} gives them none: 1.w; b; x.w"
+
+
 @pytest.mark.parametrize(("strict", "missing", "unexpected"), [
     (True, True, True), (False, False, False), ("missing", True, False), ("unexpected", False, True),
 ])  # fmt: skip

@@ -101,6 +101,31 @@ def test_the_model_alone(tmp_path):
     assert (other.model[0].weight.numpy() == run.model[0].weight.numpy()).all()
 
 
+def test_a_scheduler_that_never_was_is_not_missed(tmp_path, caplog):
+    model = paddle.nn.Linear(2, 2)
+    fc.save(tmp_path, model=model, optimizer=paddle.optimizer.AdamW(1e-3, parameters=model.parameters()))
+    report = fc.load(tmp_path, model=model, optimizer_states="ignore")
+    assert report.extra.not_restored == {} and "not restored" not in caplog.text
+
+
+def test_the_log_says_that_a_save_has_no_optimizer(tmp_path, caplog):
+    caplog.set_level("INFO", "paddle_flexckpt")
+    run, text = Run(1), "without an optimizer: none was given"
+    frozen = paddle.nn.Linear(2, 2)
+    for parameter in frozen.parameters():
+        parameter.stop_gradient = True
+    states = fc.optimizer_sharded_state_dict(run.optimizer, run.model.sharded_state_dict())
+    for parts in ({"model": run.model, "optimizer": run.optimizer}, {"model": frozen}, {"state": {"w": np.ones(2)}}):
+        fc.save(tmp_path / "with", **parts)
+    fc.save(tmp_path / "with", model=run.model, state={key: each for key, each in states.items() if "moment" in key})
+    assert text not in caplog.text
+    SimulatedWorld(2).run(lambda comm: fc.save(tmp_path / "a", model=run.model, process_group=comm))
+    with fc.CheckpointManager(tmp_path / "run", keep=[]) as manager:
+        manager.save(3, model=run.model)
+    told = [each.getMessage().partition(" is saved ")[0] for each in caplog.records if text in each.getMessage()]
+    assert told == [repr(str(tmp_path / "a")), f"step 3 of {tmp_path / 'run'}"]
+
+
 class Network(paddle.nn.Layer):
     """Some layers, which may lack a bias, and perhaps a head."""
 

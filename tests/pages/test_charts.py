@@ -67,7 +67,7 @@ def test_below_the_floor_nothing_stands_out(series, far):
     markup = by_rank("rank", [series])
     assert ("far" in [each["class"] for each in Page(markup).named("rect")]) == bool(far)
     assert ("stands out;" in Page(markup).text()) == bool(far)
-    assert f"1.2 times the median and {series.show(series.floor)} above it" in Page(markup).text()
+    assert f"1.2 times the median and also {series.show(series.floor)} above it" in Page(markup).text()
 
 
 def test_the_floors_are_documented():
@@ -155,8 +155,22 @@ def test_a_straggler_is_named():
     text = Page(by_rank("rank", [of_seconds("write", [1.0, 1.0, 4.0, 1.0]), of_bytes("Saved", [5, 5, 5, 5])])).text()
     assert "write: rank 2 stands out; rank 2 has 4 s, 4.0 times the median." in text
     assert "Saved: rank" not in text
-    said = "No rank stands out: none has more than 1.2 times the median and 1.0 MiB above it."
+    said = "No rank stands out, which takes more than 1.2 times the median and also 1.0 MiB above it."
     assert said in Page(by_rank("rank", [of_bytes("Saved", [5, 5])])).text()
+
+
+def test_values_that_are_equal_need_no_chart_of_their_own():
+    series = [
+        of_bytes("Needed", [5, 7]),
+        of_bytes("Read", [5, 7]),
+        of_bytes("Memory", [9, 9]),
+        of_bytes("Least", [1, 2]),
+    ]
+    markup = by_rank("rank", series)
+    titles = [text for tag, text in Page(markup).texts if tag == "strong"]
+    assert titles == ["Needed, Read by rank", "Least by rank"]
+    assert "Memory: 9 B on each rank." in Page(markup).text()
+    assert rows(markup) == ["Rank", "Needed", "Read", "Memory", "Least", "0", "1"]
 
 
 def test_few_ranks_are_all_in_the_table():

@@ -39,12 +39,12 @@ def test_of_many_keys_the_first_are_shown_and_the_rest_counted():
     assert "of 20000 parameters; the text and --json have all" in found.text()
 
 
-def test_the_largest_parameters_are_drawn():
+def test_the_largest_parameters_are_drawn_the_largest_first():
     sizes = {f"w{n:02}": n + 1 for n in range(20)}
     tensors = {key: TensorHolders("int8", [n], [Part([0], [n], None, n, [0])], []) for key, n in sizes.items()}
     found = check(holders_page(HoldersReport("c", 0, 7, 1, "", tensors, [210])))
     drawn = [each.partition(" ")[0] for tag, each in found.texts if tag == "h3"]
-    assert drawn == sorted(sizes)[-MOST_DRAWN:]
+    assert drawn == sorted(sizes, reverse=True)[:MOST_DRAWN]  # the largest first
 
 
 def adam(parts: dict[str, list[Part]]) -> HoldersReport:

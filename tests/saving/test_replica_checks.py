@@ -338,8 +338,7 @@ def test_ranks_that_drift_are_close_and_other_tensors_are_not(tmp_path, what):
     first, second = SimulatedWorld(2).run_all(save)
     assert isinstance(first, fc.ValidationError)
     assert str(first) == str(second)
-    assert "replicas of one shard are not close (key 'e.w.moment1_0'" in str(first)
-    assert "(key 'e.w'" in str(first)
+    assert "replicas of one shard are not close, and those of its states (key 'e.w')" in str(first)
     assert not list(tmp_path.glob("*.manifest")) and not list(tmp_path.glob("*.distcp"))
 
 
@@ -511,12 +510,49 @@ def test_optimizer_states_that_differ_are_told_as_such(tmp_path):
         with provoked("saving/replica_checks.py", "to go on from one rank's states, pass check_replicas=") as caught:
             fc.save_state_dict(state, tmp_path, comm)
         text = str(caught.value)
-        assert "ranks differ in the optimizer's state moment1_0 of 'w' (key 'w.moment1_0', rank " in text
+        assert "ranks differ in the optimizer's states (key 'w.moment1_0', rank " in text
         assert "average the gradients over all ranks that hold the parameter" in text and "shard_weight" not in text
         fc.save_state_dict(state, tmp_path, comm, check_replicas={"w.moment1_0": "first"})
 
     SimulatedWorld(2).run(save)
     assert not load(tmp_path, {"w.moment1_0": (3,)})["w.moment1_0"].any()
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_many_keys_with_one_cause_are_one_problem(tmp_path, stepped):
+    """Parameters come first, with their states; the seed of first weights is the first cause while states agree."""
+    names = [f"{layer}.w" for layer in range(60)]
+
+    def save(comm, **options):
+        state = {f"{name}.moment1_0": np.full(3, comm.rank * stepped, np.float32) for name in names}
+        state |= {name: np.full(3, comm.rank, np.float32) for name in names}
+        state["alone.moment1_0"] = np.full(3, comm.rank, np.float32)
+        return fc.save_state_dict({**state, "alone": np.ones(3, np.float32)}, tmp_path, comm, **options)
+
+    def refused(comm):
+        with pytest.raises(fc.ValidationError) as caught:
+            save(comm)
+        lines = str(caught.value).splitlines()
+        assert len(lines) == 3 and "2 problems" in lines[0]
+        assert f"replicas of one shard differ{', and those of its states' * stepped} (key '0.w', rank" in lines[1]
+        assert "others, and the like for 59 more keys: '1.w', '2.w', " in lines[1] and lines[1].count("seed") == 1
+        assert f"'first'{', ' * stepped}" in lines[1] and ("'0.w.*': 'first'" in lines[1]) == stepped
+        assert "likewise for the other keys" in lines[1]
+        assert "ranks differ in the optimizer's states (key 'alone.moment1_0'" in lines[2]
+        save(comm, check_replicas={"*.w": "first", "*.moment1_0": "first"})
+
+    SimulatedWorld(2).run(refused)
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_the_likeliest_cause_comes_first(tmp_path, stepped):
+    def save(comm):
+        state = {"w": np.full(3, comm.rank), "w.moment1_0": np.full(3, comm.rank * stepped)}
+        with pytest.raises(fc.ValidationError, match=r"Remedy \(FC106\): if ") as caught:
+            fc.save_state_dict(state, tmp_path, comm)
+        assert ("(FC106): if they differ before the first step, call paddle.seed()" in str(caught.value)) != stepped
+
+    SimulatedWorld(2).run(save)
 
 
 def test_replicas_that_are_parts_are_described_as_parts(tmp_path):
