@@ -114,7 +114,6 @@ class EngineWorker:
         """Args: engine: the engine on this rank. directory: its model directory."""
         self._engine = engine
         self._base = ModelDirectory(directory)
-        self._instance = os.urandom(8).hex()
         self._accepted = Version(BASE, None)
         self._current: Version | None = self._accepted
         self._staged: Version | None = None
@@ -129,7 +128,6 @@ class EngineWorker:
             "accepted": self._accepted.name,
             "staged": self._staged.name if self._staged else None,
             "segments": sorted(os.path.basename(path) for path in mapped if path),
-            "instance": self._instance,
             "place": place_of_directory(directory),
             "needs_restart": self._needs_restart,
             "owner": self._owner,

@@ -218,7 +218,7 @@ class Receiver:
             directory, names = self._greet(connection)
             with self._lock:
                 if names.token:
-                    memory = directory.opened(names)
+                    memory = directory.open(names)
                 else:
                     directory.clear(names)
             _send_text(connection, {"place": directory.place, "path": directory.path(names.file(names.token))})

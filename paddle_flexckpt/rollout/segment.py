@@ -127,12 +127,14 @@ class SegmentDirectory:
         return os.path.join(self.directory, file)
 
     def open(self, names: SegmentNames) -> np.ndarray:
-        """Return the bytes of a new segment, to be written by several processes; its memory exists.
+        """Return the bytes of a new segment, to be written by several processes and senders; its memory exists.
 
         Raises:
             CheckpointError: The shared memory is full; nothing of it is left.
             OSError: The file system refused otherwise.
         """
+        if names.token in self._maps:  # another sender was first
+            return self._maps[names.token]
         recycled = self._maps.pop(names.recycled, None)
         self._maps = {token: memory for token, memory in self._maps.items() if token in names.kept}
         path = self.path(names.file(names.token))
@@ -148,10 +150,6 @@ class SegmentDirectory:
             self.remove(names)
         self._maps[names.token] = self._create(path, names.nbytes) if recycled is None else recycled
         return self._maps[names.token]
-
-    def opened(self, names: SegmentNames) -> np.ndarray:
-        """Return the bytes of a segment that several senders write through this process: the first one opens it."""
-        return self._maps[names.token] if names.token in self._maps else self.open(names)
 
     def _create(self, path: str, nbytes: int) -> np.ndarray:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
