@@ -105,9 +105,9 @@ def commit_on_nodes(
     try:
         if refusal:
             raise group.abort(refusal)
-        _, parts = group.together(lambda: (None, job.part))
+        manifest = save.gather(job.part, job.coordinator_position)
         outcome.seconds["write"] = time.perf_counter() - begin
-        save.run(save.merge(parts), outcome.warnings, meter)
+        save.run(manifest, outcome.warnings, meter)
     except LostRankError as error:
         outcome.failure = _end_after_loss(job, directory, save, error)
         if outcome.failure is None:
@@ -197,12 +197,13 @@ def _ask(job: WriteJob, members: Iterable[int]) -> bytes | None:
 def look_for_manifest(job: WriteJob, directory: SaveDirectory, end_of_writer: str = "") -> Failure | None:
     """Return the outcome of a save whose coordinator's writer has died, or does not answer.
 
-    If the manifest is there, it is made durable, and the save is committed. One of several nodes does not show what the
-    others have. ``end_of_writer`` is the way the writer has ended, if that is known.
+    If the manifest is there, it is made durable, and the save is committed; on one of several nodes only if its marker
+    has gone too, which stays until all nodes have published. ``end_of_writer`` is the way the writer has ended, if that
+    is known.
     """
     has_others = job.layout is not None and len(job.layout.nodes) > 1
     try:
-        if not has_others and directory.is_committed(job.names):
+        if directory.is_committed(job.names) and not (has_others and directory.sees(job.names)):
             directory.backend.sync()  # the coordinator may not have come to the commit yet
             return None
     except OSError as error:

@@ -46,6 +46,7 @@ from paddle_flexckpt.planning.readers import (
     number_rounds,
     reads_of_rows,
 )
+from paddle_flexckpt.planning.sights import Sight
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.lost_ranks import own_host
 from paddle_flexckpt.transfer.announcing import announce_reads
@@ -168,11 +169,10 @@ class FilePeers(Peers):
 
     def describe(self) -> bytes:
         """Return the inputs of a plan: the shards, the length of a block, this rank's node, and what each rank sees."""
-        seen, damaged = b"", list[Any]()
+        inputs: list[Any] = [self.files.manifest.checksums.block_bytes, self._place]
         if self._found is not None:
-            seen = np.packbits(self._found.seen).tobytes()
-            damaged = [[position, sorted(each)] for position, each in sorted(self._found.damaged.items())]
-        inputs = [self.files.manifest.checksums.block_bytes, self._place, seen.hex(), damaged]
+            inputs += [self._found.view.tolist(), [each.tolist() for each in self._found.files]]
+            inputs += [[view, sorted(each)] for view, each in sorted(self._found.damaged.items())]
         return join((super().describe(), json.dumps(inputs).encode()))
 
     def planned_reads(self) -> PlannedReads:
@@ -214,8 +214,9 @@ class FilePeers(Peers):
         matched = match_sections(stored, groups, targets, comm.size, block_bytes, task.maps, nobody)
         sections, rows, alike, coverage, pieces = matched
         place = _places(comm.ranks)[targets.rank]
-        wanted, nbytes, sees = find_wanted(pieces, place, comm.size), rows.byte_length, self._sees(groups, sections)
-        together = choose_readers(wanted, nbytes, comm.size, sees, True)
+        wanted, nbytes = find_wanted(pieces, place, comm.size), rows.byte_length
+        sight = None if self._found is None else self._found.sight(groups)
+        together = choose_readers(wanted, nbytes, comm.size, True, sight, sections.group)
         self._choose(lambda: estimate_seconds(pieces, rows, place, together, comm.size, block_bytes))
         if self.comm_method == "direct" and self._found is None:
             self.between_ranks = False
@@ -223,8 +224,8 @@ class FilePeers(Peers):
             return None
         readers = together
         if self.comm_method == "direct":
-            readers = choose_readers(wanted, nbytes, comm.size, sees, False)
-        self._take_rows(sections, readers, np.append(np.asarray(comm.ranks), nobody), groups)
+            readers = choose_readers(wanted, nbytes, comm.size, False, sight, sections.group)
+        self._take_rows(sections, readers, np.append(np.asarray(comm.ranks), nobody), groups, sight)
         if self.comm_method == "direct":  # a section may have several rows
             alike = group_replicas(self.rows)
             coverage = validate_coverage(self.rows, alike)
@@ -254,31 +255,22 @@ class FilePeers(Peers):
         elif asked == "direct":
             self.comm_method = "direct"
 
-    def _sees(self, groups: ReplicaGroups, sections: Sections) -> np.ndarray | None:
-        """Return bool ``[ranks, sections]``, whether a rank can read a section of a shard or of its replica."""
-        if self._found is None:
-            return None
-        items = self._found.readable[:, groups.order]
-        of_group = np.logical_or.reduceat(items, groups.start[:-1], axis=1) if len(groups) else items
-        return of_group[:, sections.group]
-
     def _take_rows(
         self,
         sections: Sections,
         readers: tuple[np.ndarray, np.ndarray],
         ranks: np.ndarray,
         groups: ReplicaGroups,
+        sight: Sight | None,
     ) -> None:
         """Make the sections that ranks read the rows of the exchange; ``ranks``: by place, and last that of nobody."""
         section, place = readers
         self.rows = replace(sections.catalog.take(section), rank=ranks[place].astype(np.int32))
         self._start, group = sections.start[section], sections.group[section]
         self._item = groups.first[group]
-        for position, can_read in enumerate(() if self._found is None else self._found.readable):
-            # One of each group that the rank sees; none of a group that it does not see.
-            here = np.where(can_read[groups.order], groups.order, len(self.catalog))
-            first = np.minimum.reduceat(here, groups.start[:-1]) if len(groups) else here
-            self._item = np.where(place == position, first[group], self._item)
+        if sight is not None:  # one of each group that the reader sees
+            seen = np.where(place < 0, -1, sight.rows(group, place))
+            self._item = np.where(seen < 0, self._item, seen)
         self._round = number_rounds(place, self.rows.byte_length)
 
     def _open_files(self, plan: ExchangePlan) -> None:

@@ -20,6 +20,7 @@ from paddle_flexckpt.catalog import (
     CheckpointError,
     CorruptCheckpointError,
     LostRankError,
+    ReplicaGroups,
     ValidationError,
     group_replicas,
 )
@@ -29,6 +30,7 @@ from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, number_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_names import save_of
+from paddle_flexckpt.planning.sights import Sight, find_sight
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.transfer.agreement import check_coordinator, check_heads, check_same
 from paddle_flexckpt.transfer.files import Files
@@ -37,7 +39,7 @@ from paddle_flexckpt.transfer.plan_cache import gather_full
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# By position in the group: file and first byte of the shards whose copies are damaged where that rank looks.
+# By a number, of a rank in the group or of a view: file and first byte of the shards whose copies are damaged there.
 DamagedCopies = Mapping[int, frozenset[tuple[str, int]]]
 
 
@@ -46,34 +48,47 @@ class Found(NamedTuple):
 
     Attributes:
         manifest: Of all nodes.
-        seen: bool ``[ranks, files]``, the data files that each rank can read, by position in the group.
+        view: int64 per rank, by position in the group: ranks that see the same have the same number.
+        files: By view, the numbers of the data files that its ranks can read.
         wrong: By name, what is wrong with files that are there and cannot be read.
         everywhere: Whether every rank has the manifest and all files, so that it can load as from shared storage.
-        damaged: The damage that an earlier try of this load has found.
+        damaged: The damage that an earlier try of this load has found, by view.
         not_rebuilt: By name, why parity cannot rebuild a lost file.
         can_rebuild: Lost files that parity can rebuild, where it was only looked.
     """
 
     manifest: Manifest
-    seen: np.ndarray
+    view: np.ndarray
+    files: tuple[np.ndarray, ...]
     wrong: dict[str, str]
     everywhere: bool
     damaged: DamagedCopies = MappingProxyType({})
     not_rebuilt: Mapping[str, str] = MappingProxyType({})
     can_rebuild: frozenset[str] = frozenset()
 
-    @property
-    def readable(self) -> np.ndarray:
-        """Return bool ``[ranks, rows]``: whether a rank can read a row of the catalog, as far as is known."""
-        readable = self.seen[:, self.manifest.catalog.file]
-        for position in self.damaged:
-            readable[position, self.damaged_rows(position)] = False
-        return readable
+    def with_damage(self, damaged: DamagedCopies) -> Found:
+        """Return the same with damage, by position in the group."""
+        pairs = [(view, damaged.get(position, frozenset())) for position, view in enumerate(self.view.tolist())]
+        number = {pair: place for place, pair in enumerate(dict.fromkeys(pairs))}
+        return self._replace(
+            view=np.asarray([number[pair] for pair in pairs]),
+            files=tuple(self.files[view] for view, _ in number),
+            everywhere=False,
+            damaged={place: each for (_, each), place in number.items() if each},
+        )
+
+    def sight(self, groups: ReplicaGroups) -> Sight:
+        """Return which replica groups of the catalog ranks can read, as far as is known."""
+        damaged = {view: self._damaged_rows(view) for view in self.damaged}
+        return find_sight(self.manifest.catalog, groups, self.view, self.files, damaged)
 
     def damaged_rows(self, position: int) -> list[int]:
         """Return the rows of which a rank sees damaged copies."""
+        return self._damaged_rows(int(self.view[position]))
+
+    def _damaged_rows(self, view: int) -> list[int]:
         catalog, rows = self.manifest.catalog, list[int]()
-        for name, begin in sorted(self.damaged.get(position, ())):
+        for name, begin in sorted(self.damaged.get(view, ())):
             here = (catalog.file == catalog.files.index(name)) & (catalog.byte_offset == begin)
             rows += np.flatnonzero(here & (catalog.byte_length > 0)).tolist()
         return rows
@@ -81,13 +96,10 @@ class Found(NamedTuple):
     @property
     def lost(self) -> np.ndarray:
         """Return bool per row of the catalog: whether no rank can read it or a replica of it."""
-        catalog = self.manifest.catalog
-        groups = group_replicas(catalog)
-        readable = self.readable.sum(axis=0) > 0
-        of_group = np.add.reduceat(readable[groups.order], groups.start[:-1]) if len(groups) else readable
-        lost = np.zeros(len(catalog), dtype=bool)
-        lost[groups.order] = np.repeat(of_group == 0, groups.count)
-        return lost
+        groups = group_replicas(self.manifest.catalog)
+        lost = np.ones(len(groups), dtype=bool)
+        lost[self.sight(groups).groups] = False
+        return lost[groups.of_row]
 
     @property
     def lost_files(self) -> list[str]:
@@ -237,25 +249,21 @@ def _rebuild(
     comm: Communicator, directory: CheckpointDirectory, found: Found, context: str, rebuilds: bool = True
 ) -> Found:
     """Rebuild lost files from parity, if there is some, or only look; return the files that each rank sees then."""
-    manifest, lost = found.manifest, found.lost_files
-    if not manifest.parity_files or not lost:
+    if not found.manifest.parity_files or not found.lost_files:
         return found
     from paddle_flexckpt.loading.rebuilding import rebuild_files
 
-    readable = found.seen.copy()
-    for position in found.damaged:
-        readable[position, manifest.catalog.file[found.damaged_rows(position)]] = False
-    able, reasons = rebuild_files(
-        comm, directory.backend, manifest, found.seen, readable, lost, context, dry_run=not rebuilds
-    )
+    able, reasons = rebuild_files(comm, directory.backend, found, context, dry_run=not rebuilds)
     found = found._replace(not_rebuilt=reasons)
     if not rebuilds:
         return found._replace(can_rebuild=able)
-    seen, wrong = found.seen, found.wrong
-    if able:
-        _, answers = comm.together(lambda: (None, join(_flags(directory, manifest, False))), context)
-        seen, wrong = _found(manifest, *zip(*map(split, answers)))[1:3]
-    return found._replace(seen=seen, wrong=wrong, everywhere=False)
+    if not able:
+        return found._replace(everywhere=False)
+    _, answers = comm.together(lambda: (None, join(_flags(directory, found.manifest, False))), context)
+    rebuilt = _found(found.manifest, *zip(*map(split, answers)))._replace(not_rebuilt=reasons, everywhere=False)
+    if not found.damaged:
+        return rebuilt
+    return rebuilt.with_damage({place: found.damaged.get(view, frozenset()) for place, view in enumerate(found.view)})
 
 
 def _read(
@@ -279,10 +287,16 @@ def _flags(directory: CheckpointDirectory, manifest: Manifest, has: bool) -> tup
 
 def _found(manifest: Manifest, flags: Sequence[bytes], wrongs: Sequence[bytes]) -> Found:
     """Return what ranks see of a manifest, by each rank's :func:`_flags`."""
-    count = 1 + len(manifest.catalog.files)
-    seen = np.stack([np.unpackbits(np.frombuffer(each, dtype=np.uint8), count=count).astype(bool) for each in flags])
+    number: dict[bytes, int] = {}
+    files, is_everywhere = list[np.ndarray](), True
+    for each in flags:
+        if each not in number:
+            bits = np.unpackbits(np.frombuffer(each, dtype=np.uint8), count=1 + len(manifest.catalog.files))
+            is_everywhere &= bool(bits.all())
+            number[each] = len(files)
+            files.append(np.flatnonzero(bits[1:]))
     wrong = {name: what for each in wrongs for name, what in json.loads(each).items()}
-    return Found(manifest, seen[:, 1:], wrong, bool(seen.all()))
+    return Found(manifest, np.asarray([number[each] for each in flags]), tuple(files), wrong, is_everywhere)
 
 
 def find_damaged_copies(comm: Communicator, files: Files, context: str) -> DamagedCopies:
@@ -321,7 +335,7 @@ def find_nodes(
     with contextlib.ExitStack() as locks:
         found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)
         if damaged:
-            found = found._replace(damaged=damaged, everywhere=False)
+            found = found.with_damage(damaged)
             try:
                 found = _rebuild(comm, directory(), found, context)
             except LostRankError:

@@ -8,28 +8,24 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.file_exchange import Making, exchange_files
-from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.parity import Block, parity_here, plan_rebuilding, write_rebuilt
+from paddle_flexckpt.native.parity import parity_here, plan_rebuilding, write_rebuilt
 from paddle_flexckpt.ranks.communicator import Communicator
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.loading.node_files import Found
 
 logger = logging.getLogger("paddle_flexckpt")
 
 
 def rebuild_files(
-    comm: Communicator,
-    backend: Backend,
-    manifest: Manifest,
-    seen: np.ndarray,
-    readable: np.ndarray,
-    lost: Sequence[str],
-    context: str,
-    dry_run: bool = False,
+    comm: Communicator, backend: Backend, found: Found, context: str, dry_run: bool = False
 ) -> tuple[frozenset[str], dict[str, str]]:
     """Rebuild lost data files where parity allows it, each on a rank that sees others of its group.
 
@@ -38,10 +34,7 @@ def rebuild_files(
     Args:
         comm: The ranks; all call this with the same arguments, but for ``backend``.
         backend: This rank's directory.
-        manifest: The checkpoint.
-        seen: bool ``[ranks, files]``, the data files that ranks see.
-        readable: The same without damaged ones.
-        lost: The data files that no rank can read.
+        found: The checkpoint, and what ranks see of it.
         context: What is being done, for errors.
         dry_run: Only find out what can be rebuilt.
 
@@ -52,15 +45,28 @@ def rebuild_files(
         CorruptCheckpointError: A rebuilt file is not what was saved.
         CheckpointError: A rank cannot read or write.
     """
+    manifest = found.manifest
     _, answers = comm.together(lambda: (None, json.dumps(parity_here(backend, manifest)).encode()), context)
     parity = [json.loads(answer) for answer in answers]
-    readers = {name: np.flatnonzero(each).tolist() for name, each in zip(manifest.catalog.files, readable.T)}
-    planned, reasons = plan_rebuilding(manifest, lost, [name for name in readers if readers[name]], parity)
-    for name in manifest.parity_files:
-        readers[name] = [position for position, each in enumerate(parity) if isinstance(each.get(name), list)]
+    # By file, the views whose ranks see it, and those whose ranks can read it.
+    seen: dict[str, list[int]] = {}
+    for view, numbers in enumerate(found.files):
+        for number in numbers.tolist():
+            seen.setdefault(manifest.catalog.files[number], []).append(view)
+    damaged = {(view, name) for view, each in found.damaged.items() for name, _ in each}
+    readable = {name: able for name, each in seen.items() if (able := [v for v in each if (v, name) not in damaged])}
+
+    def positions(views: Sequence[int]) -> list[int]:
+        return np.flatnonzero(np.isin(found.view, views)).tolist()
+
+    planned, reasons = plan_rebuilding(manifest, found.lost_files, readable, parity)
+    sources = {name: {each.file for block in blocks for each in block.sources} for name, blocks in planned.items()}
+    readers = {file: positions(readable.get(file, ())) for file in set().union(*sources.values())}
+    for file in readers.keys() & manifest.parity_files:
+        readers[file] = [position for position, each in enumerate(parity) if isinstance(each.get(file), list)]
     # Ranks that see the same files share a directory.
-    places = [(row.tobytes(), *each) for row, each in zip(seen, parity)]
-    makers = _choose_makers(manifest, planned, readers, seen, places)
+    places = [(view, *each) for view, each in zip(found.view.tolist(), parity)]
+    makers = _choose_makers(sources, readers, {name: positions(seen.get(name, ())) for name in planned}, places)
     reasons |= dict.fromkeys(planned.keys() - makers.keys(), "parity can rebuild it only where it is damaged")
     makings = []
     for number, (name, maker) in enumerate(() if dry_run else makers.items()):
@@ -68,7 +74,7 @@ def rebuild_files(
             logger.warning(f"{name} of node {manifest.nodes_of(name)[0]} is lost: it is rebuilt from parity")
         chosen = {
             file: comm.ranks[maker if maker in readers[file] else readers[file][number % len(readers[file])]]
-            for file in _sources(planned[name])
+            for file in sources[name]
         }
         output = write_rebuilt(backend, manifest, name)
         makings.append(Making(comm.ranks[maker], planned[name], chosen, output))
@@ -78,10 +84,9 @@ def rebuild_files(
 
 
 def _choose_makers(
-    manifest: Manifest,
-    planned: Mapping[str, Sequence[Block]],
+    sources: Mapping[str, Collection[str]],
     readers: Mapping[str, Sequence[int]],
-    seen: np.ndarray,
+    seers: Mapping[str, Sequence[int]],
     places: Sequence[object],
 ) -> dict[str, int]:
     """Return, by name of a lost file, the position of the rank that rebuilds it: one that sees others of its group.
@@ -90,14 +95,9 @@ def _choose_makers(
     """
     taken: Counter[object] = Counter()
     makers = {}
-    for name, blocks in planned.items():
-        has = seen[:, manifest.catalog.files.index(name)]
-        able = sorted({each for file in _sources(blocks) for each in readers[file] if not has[each]})
+    for name, files in sources.items():
+        able = sorted({each for file in files for each in readers[file]} - {*seers[name]})
         if able:
             maker = makers[name] = min(able, key=lambda each: (taken[places[each]], taken[each], each))
             taken.update([places[maker], maker])
     return makers
-
-
-def _sources(blocks: Sequence[Block]) -> set[str]:
-    return {each.file for block in blocks for each in block.sources}

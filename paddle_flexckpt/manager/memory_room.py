@@ -53,12 +53,13 @@ class MemoryRoom:
         _, answers = comm.together(look, context)
         told = [json.loads(answer) for answer in answers]
         first = {each[0]: each for each in reversed(told)}
-        nodes = list(dict.fromkeys(each[0] for each in told))
-        shares = [sum(each[2] for each in told if each[0] == node) for node in nodes]
+        shares = dict.fromkeys((each[0] for each in told), 0)
+        for node, _, nbytes, *_ in told:
+            shares[node] += nbytes
         problems: list[Problem] = []
-        for number, node in enumerate(nodes):
+        for number, node in enumerate(shares):
             _, name, _, limit, free, taken = first[node]
-            problems += self._problem(name, self.tier.stored(shares, number), limit, free + taken)
+            problems += self._problem(name, self.tier.stored([*shares.values()], number), limit, free + taken)
         if problems:
             raise ValidationError(problems, context)
 

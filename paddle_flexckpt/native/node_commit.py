@@ -138,6 +138,27 @@ class NodeCommit:
                     files[layout.names[layout.node_of(position)]].append(parity)
         return replace(merged, nodes={name: tuple(kept) for name, kept in files.items()})
 
+    def gather(self, part: bytes, coordinator: int) -> Manifest:
+        """Return the manifest of all members' encoded parts; without rows on a member that does not commit.
+
+        The member at one position merges the parts, and sends the manifest to those that write it. Two collectives.
+        """
+        comm = self._comm
+        _, _, parts = comm.trade(lambda: (None, b"", {coordinator: part}), self._context)
+
+        def send() -> tuple[Manifest | None, bytes, dict[int, bytes]]:
+            if comm.position != coordinator:
+                return None, b"", {}
+            merged = self.merge([parts[position] for position in range(comm.size)])
+            sizes, data = Manifest.of_partitions(merged.info, merged.sizes, ()).encode(), merged.encode()
+            return merged, sizes, {members[0]: data for members in self.layout.nodes}
+
+        merged, notes, received = comm.trade(send, self._context)
+        if merged is not None:
+            return merged
+        data = received.get(coordinator, notes[coordinator])
+        return Manifest.decode(data, f"the manifest of rank {comm.ranks[coordinator]}")
+
     def run(
         self, manifest: Manifest, warnings: list[str] | None = None, meter: Callable[[str, int], Meter] | None = None
     ) -> None:

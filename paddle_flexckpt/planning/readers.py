@@ -17,6 +17,7 @@ from paddle_flexckpt.catalog import Catalog, ReplicaGroups, group_replicas, vali
 from paddle_flexckpt.catalog.validate import Coverage
 from paddle_flexckpt.planning.holder_sets import find_sets, share_out
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces
+from paddle_flexckpt.planning.sights import Sight
 
 # The largest section. A reader holds up to four of them, so that reading and sending overlap within 64 MiB.
 MOST_SECTION_BYTES = 8 << 20
@@ -143,7 +144,12 @@ def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarr
 
 
 def choose_readers(
-    wanted: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: int, sees: np.ndarray | None, together: bool
+    wanted: tuple[np.ndarray, np.ndarray],
+    nbytes: np.ndarray,
+    ranks: int,
+    together: bool,
+    sight: Sight | None = None,
+    group: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose the readers: ``(section, place of its reader)``, sorted, -1 where no rank can read it.
 
@@ -151,26 +157,26 @@ def choose_readers(
         wanted: As of :func:`find_wanted`.
         nbytes: int64 per section.
         ranks: Number of ranks.
-        sees: bool ``[ranks, sections]``, whether a rank can read a section; None: each can read all.
         together: Whether each section is read by one rank only. Else every rank reads the sections that it wants and
             sees, and one other rank reads a section that none of those that want it sees.
+        sight: The replica groups that ranks can read; None: each can read all.
+        group: int64 per section, its replica group, where there is a ``sight``.
     """
     section, place = wanted
     own, others = wanted, (section[:0], place[:0])
-    if sees is not None:
-        able = sees[place, section]
+    if sight is not None and group is not None:
+        able = sight.rows(group[section], place) >= 0
         own = section[able], place[able]
         # A section that no rank sees of those that want it: another rank reads it for them.
         foreign = np.setdiff1d(section, own[0])
-        seer, number = np.nonzero(sees[:, foreign])
-        order = np.lexsort((seer, number))
-        others = foreign[number[order]], seer[order]
+        number, reader = sight.readers(group[foreign])
+        others = foreign[number], reader
     nobody = np.setdiff1d(np.arange(len(nbytes)), np.concatenate([own[0], others[0]]))
     if together:
         pairs = np.concatenate([own[0], others[0]]), np.concatenate([own[1], others[1]])
         order = lexsort_packed(pairs, len(pairs[0]))
         found = [_share_out((pairs[0][order], pairs[1][order]), nbytes, ranks)]
-        if sees is None:
+        if sight is None:
             found = [_level(*found[0], nbytes, ranks)]
     else:
         found = [own, _share_out(others, nbytes, ranks)]

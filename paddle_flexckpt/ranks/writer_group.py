@@ -13,6 +13,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.catalog.errors import Failure, combine
@@ -169,7 +170,7 @@ class WriterGroup(Communicator):
             self._answer(notes)
         else:
             # The coordinator works now. Members wait for it as long as for the shares of others.
-            notes = self._receive_notes()
+            notes, _ = self._receive_answer()
         raise_failures(self.ranks, notes.items(), error)
 
     def abort(self, problem: str) -> LostRankError:
@@ -180,7 +181,7 @@ class WriterGroup(Communicator):
             if self._leads:
                 return self._give_up(text)
             self._links[self._coordinator].enqueue(encode(FAREWELL, [text.encode(), b""]))
-            self._receive_notes()
+            self._receive_answer()
         except LostRankError as error:
             return error
         raise RuntimeError("an exchange went on after its end")
@@ -190,17 +191,17 @@ class WriterGroup(Communicator):
         return [notes.get(position, b"") for position in range(self.size)]
 
     def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        if not payloads.keys() <= {self._coordinator}:
+        if not self._leads and not payloads.keys() <= {self._coordinator}:
             raise ValueError("members of a group of writers send to the coordinator alone")
         self._begin_exchange()
         # A payload of no bytes counts as none.
         own = note, payloads.get(self._coordinator, b"")
         if not self._leads:
             self._links[self._coordinator].enqueue(encode(self._exchanges, own))
-            return self._receive_notes(), {}
+            return self._receive_answer()
         messages = sorted([(self.position, own), *self._collect().items()])
         notes = {position: each for position, (each, _) in messages if each}
-        self._answer(notes)
+        self._answer(notes, payloads)
         return notes, {position: payload for position, (_, payload) in messages if payload}
 
     def _begin_exchange(self) -> None:
@@ -279,9 +280,9 @@ class WriterGroup(Communicator):
         link.enqueue(encode(self._exchanges, [b"", b""]))
         link.send()
 
-    def _answer(self, notes: Mapping[int, bytes]) -> None:
-        """Send notes to all connected members. The others wait as long as for the shares of others."""
-        self._send_to_all(self._exchanges, join(pack_by_position(notes)), self._timeout / 2)
+    def _answer(self, notes: Mapping[int, bytes], payloads: Mapping[int, bytes] = MappingProxyType({})) -> None:
+        """Send notes to all connected members, and payloads to some. They wait as long as for the shares of others."""
+        self._send_to_all(self._exchanges, join(pack_by_position(notes)), self._timeout / 2, payloads)
 
     def _give_up(self, text: str) -> LostRankError:
         """Return the error that ends the save, after informing all others."""
@@ -289,12 +290,18 @@ class WriterGroup(Communicator):
         self._send_to_all(FAREWELL, text.encode(), _GRACE_SECONDS)
         return self._lost
 
-    def _send_to_all(self, exchange: int, payload: bytes, seconds: float) -> None:
-        """Send a message to all connected members; one that takes no byte for so long, or twice that, is cut off."""
-        message = encode(exchange, [payload, b""])
+    def _send_to_all(
+        self, exchange: int, note: bytes, seconds: float, payloads: Mapping[int, bytes] = MappingProxyType({})
+    ) -> None:
+        """Send a note to all connected members, and payloads to those that have one, by position.
+
+        A member that takes no byte for so long, or twice that, is cut off.
+        """
+        message = encode(exchange, [note, b""])
         with selectors.DefaultSelector() as waiting:
             for link in self._links.values():
-                link.enqueue(message)
+                own = payloads.get(link.position)
+                link.enqueue(message if own is None else encode(exchange, [note, own]))
                 if not link.send():
                     waiting.register(link.connection, selectors.EVENT_WRITE, link)
             patience = _Patience(seconds)
@@ -324,8 +331,8 @@ class WriterGroup(Communicator):
                     raise self._lose_coordinator() from error
             time.sleep(FIRST_LOOK_SECONDS)
 
-    def _receive_notes(self) -> dict[int, bytes]:
-        """Send the waiting messages, and return the coordinator's notes of this exchange, by position."""
+    def _receive_answer(self) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Send the waiting messages; return the notes of this exchange and the coordinator's payload, by position."""
         link, selector = self._links[self._coordinator], self._listener.selector
         link.moved = time.monotonic()
         selector.register(link.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
@@ -345,12 +352,12 @@ class WriterGroup(Communicator):
                     raise self._lose_coordinator() from error
                 if message is None:
                     continue
-                payload = bytes(message.payloads[0])
+                note, payload = map(bytes, message.payloads)
                 if message.exchange == FAREWELL:
-                    self._lost = LostRankError(payload.decode())
+                    self._lost = LostRankError(note.decode())
                     raise self._lost
-                if payload:
-                    return unpack_by_position(split(payload))
+                if note:
+                    return unpack_by_position(split(note)), {self._coordinator: payload} if payload else {}
         finally:
             selector.unregister(link.connection)
 

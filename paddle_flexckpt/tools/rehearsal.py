@@ -384,7 +384,7 @@ def count_shared_reads(
     matched = match_sections(stored, groups, targets, ranks, block_bytes, maps, ranks)
     sections, rows, alike, coverage, pieces = matched
     wanted = find_wanted(pieces, targets.rank.astype(np.int64), ranks)
-    reader = choose_readers(wanted, rows.byte_length, ranks, None, True)[1]
+    reader = choose_readers(wanted, rows.byte_length, ranks, together=True)[1]
     if coverage.overlaps:  # a rank's own reads come first
         own = replace(rows, rank=np.where(reader < 0, ranks, reader).astype(np.int32))
         pieces = ShardMatcher(own, alike, coverage).match(targets, maps=maps)

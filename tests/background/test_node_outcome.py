@@ -34,12 +34,12 @@ def answering(number: int, receivers: Iterable[int]) -> Hook:
     def hook(act: Callable[[], None], group: WriterGroup, directory: Any) -> None:
         answer, count = group._answer, itertools.count(1)
 
-        def answer_some(notes: Any) -> None:
+        def answer_some(*messages: Any) -> None:
             if next(count) == number:
                 group._links = {each: link for each, link in group._links.items() if each in receivers}
-                answer(notes)
+                answer(*messages)
                 act()
-            answer(notes)
+            answer(*messages)
 
         group._answer = answer_some  # type: ignore[method-assign]
 
@@ -49,7 +49,7 @@ def answering(number: int, receivers: Iterable[int]) -> Hook:
 def at_exchange(number: int) -> Hook:
     def hook(act: Callable[[], None], group: WriterGroup, directory: Any) -> None:
         count = itertools.count(1)
-        before(group, "_all_gather", lambda: act() if next(count) == number else None)
+        before(group, "_all_to_all", lambda: act() if next(count) == number else None)
 
     return hook
 
@@ -57,24 +57,28 @@ def at_exchange(number: int) -> Hook:
 # Moments, and whether all nodes have published by then.
 MOMENTS: dict[str, tuple[Hook, bool]] = {
     "sends its part": (at_exchange(1), False),
+    "sends the manifest": (at_exchange(2), False),
     "begins to prepare": (lambda act, group, directory: before(directory, "prepare_save", act), False),
-    "has prepared": (at_exchange(2), False),
+    "has prepared": (at_exchange(3), False),
     "begins to publish": (lambda act, group, directory: before(directory, "publish_save", act), False),
     "has published": (lambda act, group, directory: after(directory, "publish_save", act), False),
-    "says that it has published": (at_exchange(3), False),
+    "says that it has published": (at_exchange(4), False),
     "begins to clean up": (lambda act, group, directory: before(directory, "finish", act), True),
     "has cleaned up": (lambda act, group, directory: after(directory, "finish", act), True),
-    "says that it has cleaned up": (at_exchange(4), True),
+    "says that it has cleaned up": (at_exchange(5), True),
     "is done": (lambda act, group, directory: before(group, "close", act), True),
 }
 # The exchanges after the steps of a save, and some of the other members that can get the answer.
 ANSWERS = {
     f"has answered {number} to {receivers}": answering(number, receivers)
-    for number in (2, 3, 4)
+    for number in (1, 2, 3, 4, 5)
     for count in range(4)
     for receivers in itertools.combinations(range(4), count)
 }
-OF_ALL = ["sends its part", "has prepared", "says that it has published", "says that it has cleaned up", "is done"]
+OF_ALL = [
+    *("sends its part", "sends the manifest", "has prepared", "says that it has published"),
+    *("says that it has cleaned up", "is done"),
+]
 
 
 class NodesSave(Save):

@@ -15,6 +15,7 @@ from paddle_flexckpt.planning.readers import (
     find_wanted,
     number_rounds,
 )
+from paddle_flexckpt.planning.sights import Sight
 
 MIB = 1 << 20
 
@@ -25,6 +26,12 @@ def catalog_of(rank, *shards):
     for key, global_shape, offset, shape, flat in shards:
         builder.add(key, "float32", global_shape, offset, shape, flat)
     return builder.build()
+
+
+def seen_by(sees):
+    """What ranks see of sections, each a group of its own, by a table ``[ranks, sections]``."""
+    section, view = np.nonzero(sees.T)
+    return Sight(np.arange(len(sees)), section * len(sees) + view, section), np.arange(sees.shape[1])
 
 
 def whole(key, *shape):
@@ -95,7 +102,7 @@ def test_one_rank_reads_each_section_and_each_rank_its_share(kind, ranks):
         "uneven": [[0] if i % 3 else range(ranks) for i in range(count)],
     }[kind]
     wanted = wants(*sets)
-    readers = choose_readers(wanted, nbytes, ranks, None, True)
+    readers = choose_readers(wanted, nbytes, ranks, True)
     assert (readers[0] == np.arange(count)).all()
     load = shares(readers, nbytes, ranks)
     assert load.sum() == nbytes.sum()
@@ -108,7 +115,7 @@ def test_one_rank_reads_each_section_and_each_rank_its_share(kind, ranks):
 
 def test_a_rank_reads_what_it_alone_wants():
     wanted, nbytes = wants([0], [1], [1], [0]), np.full(4, MIB)
-    assert choose_readers(wanted, nbytes, 2, None, True)[1].tolist() == [0, 1, 1, 0]
+    assert choose_readers(wanted, nbytes, 2, True)[1].tolist() == [0, 1, 1, 0]
 
 
 def test_what_nobody_wants_or_sees_has_no_reader():
@@ -116,16 +123,16 @@ def test_what_nobody_wants_or_sees_has_no_reader():
     sees = np.zeros((3, 4), dtype=bool)
     sees[0, 0] = sees[0, 1] = sees[0, 3] = True
     for together in (True, False):
-        readers = choose_readers(wanted, nbytes, 3, sees, together)
+        readers = choose_readers(wanted, nbytes, 3, together, *seen_by(sees))
         assert [each.tolist() for each in readers] == [[0, 1, 2, 3], [0, -1, -1, 0]]
 
 
 def test_without_shared_storage_each_reads_what_it_wants_and_sees():
     wanted, nbytes = wants([0, 1, 2], [2, 3]), np.full(2, MIB)
     sees = np.asarray([[True, True], [True, True], [False, False], [False, False]])
-    section, place = choose_readers(wanted, nbytes, 4, sees, False)
+    section, place = choose_readers(wanted, nbytes, 4, False, *seen_by(sees))
     assert list(zip(section.tolist(), place.tolist())) in ([(0, 0), (0, 1), (1, 0)], [(0, 0), (0, 1), (1, 1)])
-    assert choose_readers(wanted, nbytes, 4, sees, True)[0].tolist() == [0, 1]
+    assert choose_readers(wanted, nbytes, 4, True, *seen_by(sees))[0].tolist() == [0, 1]
 
 
 def test_rounds_are_numbered_for_each_reader_and_bounded():
@@ -149,7 +156,7 @@ def estimate(targets, ranks, rows=16384):
     pieces = ShardMatcher(sections.catalog).match(wanted)
     place = wanted.rank.astype(np.int64)
     pairs = find_wanted(pieces, place, ranks)
-    readers = choose_readers(pairs, sections.catalog.byte_length, ranks, None, True)
+    readers = choose_readers(pairs, sections.catalog.byte_length, ranks, True)
     return estimate_seconds(pieces, sections.catalog, place, readers, ranks, MIB)
 
 
@@ -187,6 +194,6 @@ def test_a_hundred_thousand_sections_of_five_hundred_ranks_are_planned_in_second
     groups = np.arange(count) % 64
     section = np.repeat(np.arange(count), 8)
     place = (groups[:, None] * 8 + np.arange(8)).reshape(-1)
-    readers = choose_readers((section, place), np.full(count, 8 * MIB), ranks, None, True)
+    readers = choose_readers((section, place), np.full(count, 8 * MIB), ranks, True)
     load = shares(readers, np.full(count, 8 * MIB), ranks)
     assert load.max() / load.mean() <= 1.02

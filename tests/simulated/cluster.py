@@ -192,7 +192,6 @@ class Cluster:
         self.scheduler, self.network = self.world.scheduler, self.world.network
         self.nodes, self.disks, self.store = self.world.nodes, self.world.disks, self.world.store
         self.ledger = self._make_ledger()
-        self.ledger.one_writer_dies = [fault.kind for fault in case.faults] == ["kill_writer"]
         self.ledger.read, self.ledger.names = self.world.read, self.world.names
         self.world.on_change(self.ledger.appeared, self.ledger.changed)
         self.operator = Process(self.scheduler, Node(self.scheduler, "operator"), "operator")

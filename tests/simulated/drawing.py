@@ -46,22 +46,10 @@ def draw(seed: int) -> Case:
     case = _with_many_faults(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at))))
     for change in (
         *(_with_slow_reader, _with_lost_publisher, _with_lost_disk, _with_slow_removal, _with_late_commit),
-        *(_with_torn_saves, _without_overwriting, with_memory, _with_dead_writer),
+        *(_with_torn_saves, _without_overwriting, with_memory),
     ):
         case = change(case)
     return case
-
-
-def _with_dead_writer(case: Case) -> Case:
-    """Have nothing happen in some cases but that one writer dies while the writers of a save exchange messages."""
-    scenario, choose = case.scenario, random.Random(f"dying {case.scenario.seed}")
-    is_on_nodes = (scenario.is_async and scenario.storage == "per_node") or "memory" in scenario.habits
-    if not is_on_nodes or choose.random() > 0.3:
-        return case
-    begin = choose.uniform(0.0, scenario.seconds)
-    target = f"writer:{choose.randrange(max(scenario.world_sizes))}"
-    count = choose.randint(1, 7 * max(scenario.world_sizes))
-    return Case(scenario, (Fault("kill_writer", begin, target, "send", count),))
 
 
 def _with_many_faults(case: Case) -> Case:

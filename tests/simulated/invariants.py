@@ -83,7 +83,7 @@ class Ledger(StoredCheckpoints):
         manifests_of: How often a directory's manifest was put in place or removed.
         readers: Processes of no job that read checkpoints.
         read_meanwhile: Directories whose manifest changed last while one of those lived.
-        one_writer_dies: Whether nothing happens in this run but the death of one writer.
+        one_writer_dies: Whether nothing happens in this run but the death of one writer, in the middle of it.
         late_commits: Manifests of files that had gone, put in place by a saver that was stopped after its last look at
             its lease.
     """
@@ -107,7 +107,7 @@ class Ledger(StoredCheckpoints):
         # Steps that may be saved again whatever was asked.
         self._doubtful: set[int] = set()
         self.last_person = -1e9
-        self.one_writer_dies = False
+        self.one_writer_dies = "one death" in scenario.habits
         self.leases_until = -1e9
         self._going: dict[tuple[str, int, int], bool] = {}
 

@@ -106,8 +106,8 @@ MEETINGS: dict[str, tuple[dict[str, Any], tuple[Fault, ...]]] = {
         (Fault("slow_call", 100.0, "reader", "data", 4, seconds=1000.0),),
     ),
     "node-asks-nobody": (
-        {"storage": "per_node", "is_async": True, "nodes": 3},
-        (Fault("kill_writer", 999.0, "writer:0", "send", 16),),
+        {"storage": "per_node", "is_async": True, "nodes": 3, "habits": ("one death",)},
+        (Fault("kill_writer", 999.0, "writer:0", "send", 18),),
     ),
     "discards-committed": ({}, (Fault("kill_rank", 999.0, "rank:0", "after removal"),)),
     "neighbour-blamed": ({}, (Fault("kill_rank", 999.0, "rank:1", "send", 3),)),
