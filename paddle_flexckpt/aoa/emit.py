@@ -110,9 +110,13 @@ class Compilation:
         if found is None:
             return
         if found.structure.shape != info.shape:
+            # As torch's linear layers are, and a statement did not say so.
+            is_turned = found.structure.shape[::-1] == info.shape and "," not in str(origin)
+            way = "leave out ^T" if "^T" in str(origin) else "write ^T after the name on its left"
+            turn = f": {way}" if is_turned else ""
             self._problems.append(
                 f"{origin} gives {key!r} the shape {list(found.structure.shape)}; expected "
-                f"{list(info.shape)}, as in the destination. Remedy (FC603): correct the statement"
+                f"{list(info.shape)}, as in the destination. Remedy (FC603): correct the statement{turn}"
             )
             return
         if origin is not None:

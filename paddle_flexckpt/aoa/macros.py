@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from paddle_flexckpt.aoa.parser import Statement, Variable, parse, quoted, written
-from paddle_flexckpt.aoa.placeholders import for_each_key
+from paddle_flexckpt.aoa.placeholders import name_hint
 from paddle_flexckpt.aoa.statements import StatementError
 from paddle_flexckpt.optimizer_states import split_state
 
@@ -80,7 +80,7 @@ def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]
         if not found:
             side = "source key or variable" if is_left else "destination key"
             raise StatementError(
-                f"no {side} matches {variable.name!r}. Remedy (FC601): correct the name{for_each_key(variable.name)}",
+                f"no {side} matches {variable.name!r}. Remedy (FC601): correct the name{name_hint(variable.name)}",
                 variable.column,
             )
         return [quoted(key) + ("^T" if variable.transposed else "") for key in found]

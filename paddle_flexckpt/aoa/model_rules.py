@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from importlib import resources
@@ -30,7 +31,9 @@ from types import MappingProxyType
 from typing import Any
 
 from paddle_flexckpt.aoa.families import family_rules, small_models
+from paddle_flexckpt.aoa.head_counts import check_heads
 from paddle_flexckpt.aoa.invert import invert
+from paddle_flexckpt.aoa.placeholders import HEADS
 from paddle_flexckpt.aoa.statements import AoaError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 
@@ -61,7 +64,6 @@ _ENTRIES = MappingProxyType(
         "tied": ("tie_word_embeddings",),
     }
 )
-_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def rule_names() -> list[str]:
@@ -89,24 +91,42 @@ def describe_model_rules(name: str) -> dict[str, Any]:
 
 
 def model_rules(
-    name: str, variant: str = "plain", direction: str = "from_hf", **parameters: Any
+    name: str | None = None,
+    variant: str = "plain",
+    direction: str = "from_hf",
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    **parameters: Any,
 ) -> dict[str, list[str]]:
     """Return the ``aoa_config`` that loads a Hugging Face checkpoint into a Paddle model, or the other way round.
 
+    ::
+
+        rules = fc.model_rules("qwen2", "fused", num_heads=14, num_key_value_groups=2, tied=True)
+        config = {"model_type": "qwen2", "num_attention_heads": 14, "num_key_value_heads": 2}
+        back = fc.model_rules(variant="fused", direction="to_hf", config=config)  # or "hf/config.json"
+
     Args:
-        name: The family of models, one of :func:`rule_names`.
-        variant: Which parameters the Paddle model fuses; ``describe_model_rules(name)["variants"]`` lists them.
+        name: The family of models; ``flexckpt rules`` lists all. None: that of ``config``.
+        variant: Which parameters the Paddle model fuses: ``"plain"`` (none), ``"fused"`` or ``"stacked"`` in most
+            families; ``flexckpt rules FAMILY`` lists a family's, with their parameters.
         direction: ``"from_hf"`` or ``"to_hf"``.
-        **parameters: Values in the statements; ``describe_model_rules(name)["parameters"]`` lists them. A parameter
-            without a default has to be given where the variant uses it.
+        config: The model's ``config.json``, or its contents, for the family, ``num_heads``, ``num_key_value_groups``,
+            ``num_experts``, ``num_layers`` and ``tied``.
+        **parameters: Values in the statements, such as these and ``prefix``, ``lm_head`` (``"linear"`` or
+            ``"embedding"``) and ``router``. One without a default has to be given where the variant uses it.
 
     Returns:
         ``{"aoa_statements": [...]}``, to be passed on, printed or edited.
 
     Raises:
-        AoaError: There is no such family, variant, direction or parameter, or a parameter is missing or of another
-            type.
+        AoaError: There is no such family, variant, direction or parameter, or a parameter is missing, of another type,
+            or not that of the configuration.
     """
+    if config is not None:
+        settings = config if isinstance(config, Mapping) else _read_settings(config)
+        return rules_of_config(settings, direction, None, name, variant, **parameters)
+    if name is None:
+        raise AoaError(["nothing says which family's rules are wanted. Remedy (FC606): give its name, or config="])
     rules = describe_model_rules(name)
     if variant in _DIRECTIONS:
         raise AoaError([f"no variant of {name} {variant!r}. Remedy (FC606): give it by name, direction={variant!r}"])
@@ -133,6 +153,18 @@ def model_rules(
     inverse = invert({"aoa_statements": _filled(context, rules["parameters"], forward, texts)})["aoa_statements"]
     # Written statements come first: they read the Paddle model's tensors, whose names may be HF's too.
     return {"aoa_statements": _filled(context, rules["parameters"], written, texts) + inverse}
+
+
+def _read_settings(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            settings = json.load(file)
+        if not isinstance(settings, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
+        text = f"config {os.fspath(path)!r} cannot be read: {error}. Remedy (FC606): give the model's config.json"
+        raise AoaError([text]) from error
+    return settings
 
 
 def _way_back(blocks: Mapping[str, Any], names: list[str]) -> tuple[list[str], list[str]]:
@@ -205,9 +237,8 @@ def family_of(config: Mapping[str, Any]) -> str:
     Raises:
         AoaError: There are none.
     """
-    kind = str(config.get("model_type"))
-    family = _MODEL_TYPES.get(kind, kind)
-    if family not in rule_names():
+    family = known_family(config)
+    if not family:
         known = ", ".join(sorted({*rule_names(), *_MODEL_TYPES}))
         raise AoaError(
             [
@@ -218,10 +249,17 @@ def family_of(config: Mapping[str, Any]) -> str:
     return family
 
 
+def known_family(config: Mapping[str, Any]) -> str:
+    """Return the family of models whose rules are those of a configuration; "" if there are none."""
+    kind = str(config.get("model_type"))
+    family = _MODEL_TYPES.get(kind, kind)
+    return family if family in rule_names() else ""
+
+
 def rules_of_config(
     config: Mapping[str, Any],
     direction: str,
-    keys: Collection[str],
+    keys: Collection[str] | None,
     family: str | None = None,
     variant: str = "plain",
     **given: Any,
@@ -232,10 +270,10 @@ def rules_of_config(
         config: The configuration, as ``config.json`` has it.
         direction: ``"from_hf"`` or ``"to_hf"``.
         keys: Keys of the source. Where the configuration does not say whether the embeddings are tied, they are if
-            no output layer is among these.
+            no output layer is among these. None: they are not known, and then the embeddings are not tied.
         family: As in :func:`~paddle_flexckpt.aoa.model_rules.model_rules`; None: the configuration's.
         variant: Likewise.
-        **given: Parameters of the rules, which override the configuration.
+        **given: Parameters of the rules, which override the configuration but for numbers of heads.
 
     Returns:
         The statements.
@@ -252,9 +290,11 @@ def rules_of_config(
         entry = next((entry for entry in _ENTRIES.get(name, ()) if config.get(entry) is not None), None)
         if entry is not None:
             parameters[name] = config[entry]
-        elif name == "tied":
-            parameters[name] = not any(key.endswith(_HEADS) for key in keys)
-    return model_rules(chosen, variant, direction, **{**parameters, **given})
+        elif name == "tied" and keys is not None:
+            parameters[name] = not any(key.endswith(HEADS) for key in keys)
+    rules = model_rules(chosen, variant, direction, **{**parameters, **given})
+    check_heads(rules, config)
+    return rules
 
 
 def _check_quantized(config: Mapping[str, Any], family: str, variant: str) -> None:

@@ -122,6 +122,11 @@ def parse_name(text: str, column: int = 0) -> Template:
     return Template(text, tuple(parts), tuple(names))
 
 
+_SMALL = re.compile(r"\$\{?([a-z][a-z0-9_]*)")
+# The names of output layers, which may be the embedding.
+HEADS = ("lm_head.weight", "embed_out.weight")
+
+
 def _placeholder(found: re.Match[str], text: str, column: int) -> Placeholder:
     if found["name"] is not None:
         return Placeholder(found["name"])
@@ -138,8 +143,17 @@ def _placeholder(found: re.Match[str], text: str, column: int) -> Placeholder:
     return Placeholder(inner[1], terms)
 
 
-def for_each_key(name: str) -> str:
-    """Return advice if a name ends with a star or a placeholder, as if that stood for any text; "" otherwise."""
+def name_hint(name: str) -> str:
+    """Return advice about a name that matches nothing; "" where nothing is known of it.
+
+    Its end may be a star or a placeholder, as if that stood for any text; its placeholder may be in small letters; it
+    may be a head, which a model with tied embeddings has not.
+    """
+    small = _SMALL.search(name)
+    if small is not None:
+        return f"; placeholders are written in capitals, ${small[1].upper()}"
+    if name.endswith(HEADS):
+        return "; where the model's embeddings are tied, give the rules tied=True"
     found = _ANYTHING.fullmatch(name)
     if found is None:
         return ""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
 from paddle_flexckpt.aoa.parser import Statement
-from paddle_flexckpt.aoa.placeholders import KeyIndex, Template, for_each_key, parse_name
+from paddle_flexckpt.aoa.placeholders import KeyIndex, Template, name_hint, parse_name
 from paddle_flexckpt.aoa.rule import (
     NOTHING,
     ExpandedError,
@@ -306,7 +306,7 @@ class Program:
                 side = "destination key" if by_target else "source key or variable"
                 raise StatementError(
                     f"no {side} matches {template.text!r}; there are, for example, {index.keys_like(template.text)}. "
-                    f"Remedy (FC601): correct the pattern{self._or_optional(rule.right)}{for_each_key(template.text)}"
+                    f"Remedy (FC601): correct the pattern{self._or_optional(rule.right)}{name_hint(template.text)}"
                 )
         lacking = [name for name in rule.placeholders if found and name not in found[0]]
         if lacking:
@@ -415,7 +415,7 @@ class Program:
         return (
             f"{what!r} is neither a source key nor assigned before; there are, for example, "
             f"{self._index.keys_like(name)}. Remedy (FC601): correct the "
-            f"name{self._or_optional(list(map(parse_name, right)))}"
+            f"name{self._or_optional(list(map(parse_name, right)))}{name_hint(name)}"
         )
 
     def _shapes(self, rule: Rule, right: list[str], state: str | None) -> tuple[Shape | None, ...]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from paddle_flexckpt.aoa.macros import expand, expand_arrays, expand_stars, fused_tag
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, carry_out, concatenated
 from paddle_flexckpt.aoa.parser import Statement, parse
-from paddle_flexckpt.aoa.placeholders import OFFSET, Placeholder, Template, parse_name
+from paddle_flexckpt.aoa.placeholders import OFFSET, Placeholder, Template, name_hint, parse_name
 from paddle_flexckpt.aoa.sides import Side
 from paddle_flexckpt.aoa.statements import Place, StatementError
 from paddle_flexckpt.aoa.structure import Structure
@@ -168,8 +168,11 @@ def make_rule(
     for template, variable in zip(right, statement.right):
         lacking = [name for name in placeholders if name not in template.placeholders]
         if lacking and template.text != NOTHING:
+            hint = name_hint(template.text)
+            small = f". Remedy (FC603): correct the name{hint}" if "capitals" in hint else ""
             raise StatementError(
-                f"{template.text!r} lacks ${lacking[0]}: it would be assigned once for every id", variable.column
+                f"{template.text!r} lacks ${lacking[0]}: it would be assigned once for every id{small}",
+                variable.column,
             )
     right = [_offset(template) for template in right]
     if _is_rename(statement):

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from paddle_flexckpt.aoa.compile import expand_program, explain_targets
+import numpy as np
+
+from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa.compile import compile_program, expand_program, explain_targets
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
-from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog import Catalog, ValidationError
 from paddle_flexckpt.cli.common import Outcome, add_aoa, add_set, aoa_config, parse_parameter, read_catalog
+from paddle_flexckpt.transfer.problems import reshaped
+from paddle_flexckpt.transfer.resolution import Given, fit
 
 _SOURCE = "directory or URL of a checkpoint of the statements' source"
 _TARGET = "directory or URL of a checkpoint of the statements' destination"
@@ -25,7 +32,7 @@ def add_command(commands: Any) -> None:
         "explain",
         help="where each tensor comes from under AOA statements",
         description="Prints where each tensor comes from under AOA statements. The exit status is 1 where nothing "
-        "feeds a tensor of TARGET.",
+        "feeds a tensor of TARGET, or a tensor that no statement makes has another shape there.",
         epilog="example: flexckpt explain run/step_00000100 --aoa 'model.norm -> norm' --key norm",
     )
     expand = commands.add_parser(
@@ -65,8 +72,27 @@ def add_command(commands: Any) -> None:
 def _explain(options: argparse.Namespace) -> Outcome:
     """Return where each target comes from; code 1 if nothing feeds one of TARGET's."""
     source, target = read_catalog(options.source), read_catalog(options.target)
-    text, unfed = explain_targets(aoa_config(options.aoa), source, target, options.key)
+    config = aoa_config(options.aoa)
+    text, unfed = explain_targets(config, source, target, options.key)
+    if target is not None:
+        _check_shapes(source, target, compile_program(config, source, target), options.key)
     return Outcome(text, int(bool(unfed) and target is not None))
+
+
+def _check_shapes(source: Catalog, target: Catalog, mapping: TensorMapping, keys: Sequence[str]) -> None:
+    """Raise ValidationError where targets that no statement makes have another shape in the source, as a load does."""
+    known, problems = {*source.keys, *target.keys}, []
+    for row in np.unique(target.key, return_index=True)[1].tolist():
+        key = target.key_name(row)
+        if key not in source.keys or key in mapping.tensors or key in mapping.unfed or (keys and key not in keys):
+            continue
+        first = int(np.argmax(source.key == source.keys.index(key)))
+        given = Given(source.unpadded(first, source.global_shape), source.dtype_name(first), "{} (source)")
+        if given.shape != target.unpadded(row, target.global_shape):
+            remedy = reshaped(target, row, source, first, known) or given.shape_remedy
+            problems.append(fit(target, row, replace(given, shape_remedy=remedy), True)[1])
+    if problems:
+        raise ValidationError([problem for problem in problems if problem is not None])
 
 
 def _expand(options: argparse.Namespace) -> str:

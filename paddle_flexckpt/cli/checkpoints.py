@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, AoaError, CheckpointError, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import in_words_of, printable
 from paddle_flexckpt.cli.common import (
     Outcome,
@@ -26,12 +26,14 @@ from paddle_flexckpt.cli.common import (
     byte_count,
     checkpoints_of,
     progress_bar,
+    read_catalog,
     write_page,
 )
 from paddle_flexckpt.media.opening import open_backend
 
 if TYPE_CHECKING:
     from paddle_flexckpt.cli.outputs import ShownTensor
+    from paddle_flexckpt.report import VerifyReport
     from paddle_flexckpt.tools.tensor_reader import TensorReader
 
 # Modules of a command here are imported when it runs, so that commands start quickly.
@@ -86,7 +88,8 @@ def _add_diff(commands: Any) -> None:
         "diff",
         help="list what differs between two checkpoints of any format and layout",
         description="Lists what differs between two checkpoints of any format and layout: keys, shapes, dtypes and "
-        "values, the largest relative difference first. The exit status is 0 where nothing differs, or nothing beyond "
+        "values, the largest relative difference first. The statements of --aoa are about FIRST. The exit status is 0 "
+        "where nothing differs, or nothing beyond "
         "--rtol and --atol, and 1 otherwise.",
         epilog="example: flexckpt diff run/step_100 run/step_200 --rtol 1e-5",
     )
@@ -269,7 +272,10 @@ def _diff(options: argparse.Namespace) -> Outcome:
     names = "first_id", "second_id", "states", "extra_state", "rtol", "atol"
     chosen = {name: getattr(options, name) for name in names}
     with progress_bar(options.json) as progress:
-        report = diff(options.first, options.second, config, progress=progress, **chosen)
+        try:
+            report = diff(options.first, options.second, config, progress=progress, **chosen)
+        except AoaError as error:
+            raise AoaError([*error.problems, *_fits_second(options.second, config)]) from error
     lines = [*report.lines(), report.summary()]
     if options.html is not None:
         from paddle_flexckpt.pages.report_pages import diff_page
@@ -277,6 +283,17 @@ def _diff(options: argparse.Namespace) -> Outcome:
         lines.append(write_page(options.html, diff_page(report)))
     lines = [report.to_json()] if options.json else lines
     return Outcome("\n".join(lines), int(not report.within_tolerance))
+
+
+def _fits_second(second: str, config: Any) -> list[str]:
+    """Return the text that statements which do not fit FIRST fit SECOND; empty if they do not."""
+    from paddle_flexckpt.aoa import compile_program
+
+    try:
+        compile_program(config, read_catalog(second), None)
+    except CheckpointError:
+        return []
+    return ["the statements fit SECOND, and --aoa is about FIRST. Remedy (FC601): give the two in the other order"]
 
 
 def _verify(options: argparse.Namespace) -> Outcome:
@@ -298,15 +315,17 @@ def _verify(options: argparse.Namespace) -> Outcome:
         return Outcome(VerifyRunReport(options.source, ok, reports, unfinished).to_json(), int(not ok))
     if options.json:
         return Outcome(reports[0].to_json(), damaged)
-    lines = [line for each in reports for line in (*_problem_lines(each.problems), each.summary())]
+    lines = [line for each in reports for line in (*_problem_lines(each), each.summary())]
     lines += [f"{options.source}: {len(steps) - damaged} of {len(steps)} checkpoints are whole"] if steps else []
     return Outcome("\n".join([*lines, *unfinished_lines(options.source, unfinished)]), int(not ok))
 
 
-def _problem_lines(problems: list[Problem]) -> list[str]:
+def _problem_lines(report: VerifyReport) -> list[str]:
     """Return a line for each problem; of a file that is too short, one line with the number of tensors cut off."""
     from paddle_flexckpt.native.verify import FILE_ENDS, TOO_SHORT
 
+    problems, place = report.problems, f"{report.path} --id {report.unique_id}"
+    names = {words: flag.replace("CHECKPOINT --id ID", place) for words, flag in _FLAGS.items()}
     short = {each.file for each in problems if each.what == TOO_SHORT}
     cut_off: dict[str | None, set[str | None]] = {file: set() for file in short}
     shown = []
@@ -319,7 +338,7 @@ def _problem_lines(problems: list[Problem]) -> list[str]:
     for each in shown:
         keys = len(cut_off[each.file]) if each.what == TOO_SHORT else 0
         more = f" ({keys} tensor{'s' * (keys > 1)} not whole; --json lists all)" if keys else ""
-        lines.append(in_words_of(" ".join(str(each).split()), _FLAGS) + more)
+        lines.append(in_words_of(" ".join(str(each).split()), names) + more)
     return lines
 
 

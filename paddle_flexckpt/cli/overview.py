@@ -23,6 +23,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory, explain_lacking
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
+from paddle_flexckpt.native.save_names import lost_ids
 from paddle_flexckpt.native.unfinished import UnfinishedSave, clean_up, unfinished_in, walk
 from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.rollout.segment import SegmentFile, find_segments
@@ -91,8 +92,8 @@ def _list(options: argparse.Namespace) -> Outcome:
     backend = open_backend(options.root)
     _check_exists(backend)
     found = _checkpoints(backend)
-    unfinished = find_unfinished(backend)
-    if not found and not unfinished:
+    unfinished, lost = find_unfinished(backend), _lost_lines(backend)
+    if not found and not unfinished and not lost:
         raise ValidationError(
             [f"there are no checkpoints in {backend.path} and below. Remedy (FC301): correct the path"]
         )
@@ -129,8 +130,19 @@ def _list(options: argparse.Namespace) -> Outcome:
                 )
             )
         shown = table(lines, right=(0, 1, 2, 3, 4)) if found else []
-        text = "\n".join([*shown, *unfinished_lines(options.root, unfinished)])
-    return Outcome(text, int(not (found and all(info.complete for info in found) and is_all_running(unfinished))))
+        text = "\n".join([*shown, *lost, *unfinished_lines(options.root, unfinished)])
+    is_whole = found and not lost and all(info.complete for info in found) and is_all_running(unfinished)
+    return Outcome(text, int(not is_whole))
+
+
+def _lost_lines(backend: Backend) -> list[str]:
+    """Return a line for each checkpoint, in a directory and below, that was committed and whose manifest is gone."""
+    return [
+        f"manifest lost: {each.path}, id {unique_id}: restore {each.where(f'{unique_id}.manifest')} from a copy, or "
+        f"`flexckpt repair {each.path} --id {unique_id}`"
+        for each in walk(backend)
+        for unique_id in lost_ids(each.names())
+    ]
 
 
 def _check_exists(backend: Backend) -> None:
@@ -206,10 +218,11 @@ def _clean(options: argparse.Namespace) -> Outcome:
             CleanReport(backend.path, unfinished, cleaned, runs, segments, freed).to_json(),
             int(any(each.kept for each in cleaned)),
         )
+    lost = _lost_lines(backend)
     if not unfinished and not runs and not segments:
-        return Outcome(f"there is no unfinished save in {backend.path} and below")
+        return Outcome("\n".join([f"there is no unfinished save in {backend.path} and below", *lost]))
     memory: list[MemoryRun | SegmentFile] = [*runs, *segments]
-    lines = [_memory_line(each, each.path in freed) for each in memory]
+    lines = [*lost, *(_memory_line(each, each.path in freed) for each in memory)]
     lines += map(_unfinished_line, unfinished)
     for each in cleaned:
         text = f"{each.path}: {len(each.removed)} files removed" + ", and the directory" * each.directory_removed

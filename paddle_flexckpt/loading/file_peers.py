@@ -145,6 +145,10 @@ class FilePeers(Peers):
         """Return the configuration of the checkpoint's model."""
         return self.files.settings()
 
+    def family(self) -> tuple[str, str]:
+        """Return the family of the checkpoint's model, and the path of its configuration."""
+        return self.files.family()
+
     def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
         """Return the steps that a moment's optimizer has taken, and its betas."""
         return self.files.progress(key)

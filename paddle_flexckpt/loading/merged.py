@@ -77,7 +77,7 @@ def load_merged_state_dict(
     source, tensors = Files(path, asked), dict[str, Any]()
 
     def describe() -> Targets:
-        mapping = None if aoa_config is None else whole_mapping(aoa_config, source.catalog)
+        mapping = None if aoa_config is None else whole_mapping(aoa_config, source.catalog, settings=source.settings)
         tensors.update(_choose(source.catalog, mapping, asked.start))
         return replace(describe_targets(tensors, 0), mapping=mapping)
 

@@ -34,6 +34,7 @@ from paddle_flexckpt.tools.tensor_files import (
     Chosen,
     OutputDirectory,
     TensorFile,
+    check_tied,
     choose_tensors,
     divide_evenly,
     index_file,
@@ -41,6 +42,7 @@ from paddle_flexckpt.tools.tensor_files import (
 )
 from paddle_flexckpt.tools.whole_tensors import TensorBox, WholeTensors, split_box, whole_box
 from paddle_flexckpt.transfer.agreement import check_coordinator
+from paddle_flexckpt.transfer.files import settings_of
 from paddle_flexckpt.transfer.options import (
     GROUP,
     SHARDS,
@@ -314,10 +316,14 @@ class Publication:
     def _choose(self) -> Chosen:
         """Return the tensors to write; errors as of :meth:`_begin`."""
         options, has_states = self._options, self._skips is not None
+        # The coordinator alone has the configuration; its error is raised on every rank.
+        settings = settings_of(self._config)
         start, skips = f"{options.prefix}." if options.prefix else "", self._skips or ()
-        return choose_tensors(
-            self._state.catalog, options.aoa_config, start, has_states, skips=skips, extra_state=not has_states
+        chosen = choose_tensors(
+            self._state.catalog, options.aoa_config, start, has_states, True, skips, not has_states, lambda: settings
         )
+        check_tied(chosen.infos, settings)
+        return chosen
 
     def _divide(self) -> list[TensorFile]:
         """Return the files for them; the ranks own equal numbers of files, in this order."""

@@ -22,6 +22,7 @@ from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import Report
 from paddle_flexckpt.tools.differences import DifferenceSums, Position, TensorDifference, Tolerances
 from paddle_flexckpt.tools.whole_tensors import iterate_bands
+from paddle_flexckpt.transfer.files import read_settings
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.transfer.names import is_state
 
@@ -234,7 +235,9 @@ class _Side:
         self.manifest = stack.enter_context(LockedManifest(self.directory, unique_id))
         self.catalog = self.manifest.catalog
         self._sizes = self.catalog.size
-        self.mapping: TensorMapping | None = whole_mapping(aoa_config, self.catalog)
+        self.mapping: TensorMapping | None = whole_mapping(
+            aoa_config, self.catalog, settings=lambda: read_settings(self.directory)
+        )
         self.infos = tensor_infos(self.catalog, self.mapping, extra_state)
         self.reader = stack.enter_context(FileReader(self.directory.backend, self.manifest))
         # The first of each replica group, by key.

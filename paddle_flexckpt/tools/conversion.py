@@ -39,10 +39,10 @@ from paddle_flexckpt.tools.conversion_content import Content, ConversionTarget, 
 from paddle_flexckpt.tools.conversion_notes import ConversionNotes
 from paddle_flexckpt.tools.conversion_targets import TARGETS
 from paddle_flexckpt.tools.models import read_strategy
-from paddle_flexckpt.tools.tensor_files import choose_tensors
+from paddle_flexckpt.tools.tensor_files import check_tied, choose_tensors
 from paddle_flexckpt.tools.whole_tensors import AS_STORED, PartReader, WholeTensors, split_box
 from paddle_flexckpt.transfer.codes import Codes
-from paddle_flexckpt.transfer.files import CONFIG_FILE, read_settings
+from paddle_flexckpt.transfer.files import CONFIG_FILE, read_settings, settings_of
 from paddle_flexckpt.transfer.names import is_state
 from paddle_flexckpt.transfer.options import ALONE, FileOptions, OutputOptions, WholeOptions, takes
 from paddle_flexckpt.transfer.targets import Targets
@@ -234,7 +234,17 @@ class _Conversion:
         self._directory, self._manifest, self._sink, self._options = directory, manifest, sink, options
         catalog, target = manifest.catalog, TARGETS[options.format]
         states = target.states if options.states is None else options.states
-        chosen = choose_tensors(catalog, options.aoa_config, options.start, states, target.by_safetensors)
+        self._config = read_config(options.config, directory)
+        chosen = choose_tensors(
+            catalog,
+            options.aoa_config,
+            options.start,
+            states,
+            target.by_safetensors,
+            settings=lambda: settings_of(self._config),
+        )
+        if options.format == "huggingface":
+            check_tied(chosen.infos, settings_of(self._config))
         self._chosen, self._keys, self._mapping = chosen, chosen.keys, chosen.mapping
         codes = Codes(catalog, self._mapping, lambda: read_settings(directory))
         scales = {scale for key in chosen.keys.values() for scale in codes.scales(key)}
@@ -243,7 +253,6 @@ class _Conversion:
         problems = [codes.problem(key, self._infos[name].dtype) for name, key in chosen.keys.items()]
         if any(problems):
             raise ValidationError([problem for problem in problems if problem is not None])
-        self._config = read_config(options.config, directory)
         self._companions = find_companions(directory.backend, catalog.files, not directory.is_file)
         self._digest = self._make_digest()
         content = Content(

@@ -74,7 +74,9 @@ def export_safetensors(
     with LockedManifest(directory, asked.unique_id) as manifest:
         out.check_unused()
         beside = find_companions(directory.backend, manifest.catalog.files, not directory.is_file, (CONFIG_FILE,))
-        chosen = choose_tensors(manifest.catalog, asked.aoa_config, asked.start, asked.states)
+        chosen = choose_tensors(
+            manifest.catalog, asked.aoa_config, asked.start, asked.states, settings=lambda: read_settings(directory)
+        )
         files = divide(chosen.infos, asked.max_file_bytes)
         parts = [whole_parts({chosen.keys[n]: chosen.infos[n] for n in file.names}, BAND_BYTES) for file in files]
         infos = {chosen.keys[name]: info for name, info in chosen.infos.items()}

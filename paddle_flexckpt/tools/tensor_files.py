@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
+from paddle_flexckpt.aoa.placeholders import HEADS
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError, dtype_of
 from paddle_flexckpt.media.backend import Backend, OutputFile, exists, publish
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
-from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.transfer.mapping import Settings, tensor_infos, whole_mapping
 from paddle_flexckpt.transfer.names import is_state
 
 PREFIX = "model"
+_EMBEDDING = re.compile(r"(?:embed|wte)[^.]*\.weight$")
 
 
 def index_file(prefix: str) -> str:
@@ -60,6 +63,7 @@ def choose_tensors(
     by_safetensors: bool = True,
     skips: Sequence[str] = (),
     extra_state: bool = True,
+    settings: Settings = dict,
 ) -> Chosen:
     """Choose the tensors to write.
 
@@ -71,11 +75,12 @@ def choose_tensors(
         by_safetensors: Whether only safetensors' own dtypes are allowed.
         skips: Endings of keys to leave out.
         extra_state: Whether a run's extra state is among the keys.
+        settings: Returns the ``config.json`` of the model, whose head counts those of statements have to be.
 
     Raises:
         ValidationError: There is nothing to write, the statements do not fit, or the files cannot hold a tensor.
     """
-    mapping = whole_mapping(aoa_config, source)
+    mapping = whole_mapping(aoa_config, source, settings=settings)
     infos = tensor_infos(source, mapping, extra_state)
     skipped = {key for key in infos if key.endswith(tuple(skips))}
     everything = infos.keys() - skipped
@@ -104,6 +109,35 @@ def choose_tensors(
         raise ValidationError(problems)
     left_out = len(inside) - len(chosen) + len(skipped)
     return Chosen(mapping, names, {name: infos[key] for name, key in names.items()}, left_out)
+
+
+def check_tied(infos: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> None:
+    """Check that a model whose configuration ties its embeddings has no head of another shape beside them.
+
+    Args:
+        infos: The model's tensors, by Hugging Face's names.
+        settings: The configuration; empty if there is none.
+
+    Raises:
+        ValidationError: It has, as where the rules were not told that the head is the embedding.
+    """
+    embeddings = {info.shape for name, info in infos.items() if _EMBEDDING.search(name) and not name.endswith(HEADS)}
+    heads = [name for name in infos if name.endswith(HEADS) and infos[name].shape not in embeddings]
+    if heads and embeddings and settings.get("tie_word_embeddings") is True:
+        raise ValidationError(
+            [
+                Problem(
+                    "the configuration says tie_word_embeddings, and the head would be written beside the embedding, "
+                    "in another shape",
+                    key=heads[0],
+                    expected=" or ".join(str(list(shape)) for shape in sorted(embeddings)),
+                    got=list(infos[heads[0]].shape),
+                    code="FC606",
+                    remedy="give the rules tied=True, as fc.model_rules(..., tied=True); or, if the head is trained by "
+                    "itself, say so in the configuration: tie_word_embeddings false",
+                )
+            ]
+        )
 
 
 @dataclass(frozen=True)

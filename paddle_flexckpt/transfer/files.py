@@ -92,6 +92,13 @@ class Files(Source):
         """Return the model's configuration in the directory; empty if there is none."""
         return read_settings(self.directory)
 
+    def family(self) -> tuple[str, str]:
+        """Return the family of models with rules that the configuration names, and its path; "" if there is none."""
+        from paddle_flexckpt.aoa.model_rules import known_family
+
+        family = known_family(self.settings()) if self.manifest.origin == "huggingface" else ""
+        return family, self.directory.backend.where(CONFIG_FILE)
+
     def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
         """Return the number of steps of a moment: from its program, or from the counter that torch stores beside it."""
         known = self.manifest.progress.get(key)
@@ -205,8 +212,13 @@ def read_settings(directory: CheckpointDirectory) -> Mapping[str, Any]:
     backend = directory.backend
     if CONFIG_FILE not in backend.names():
         return {}
+    return settings_of(backend.read(CONFIG_FILE))
+
+
+def settings_of(text: bytes | None) -> Mapping[str, Any]:
+    """Return the configuration that a text has; empty if there is none in it."""
     try:
-        settings = json.loads(backend.read(CONFIG_FILE))
+        settings = json.loads(text or b"{}")
     except ValueError:
         return {}
     return settings if isinstance(settings, dict) else {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,9 +17,16 @@ from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, ValidationError
 
+Settings = Callable[[], Mapping[str, Any]]
+
 
 def compile_mapping(
-    aoa_config: Any, source: Catalog, target: Catalog | None, master_weights: Any, completion: Sequence[str] = ()
+    aoa_config: Any,
+    source: Catalog,
+    target: Catalog | None,
+    master_weights: Any,
+    completion: Sequence[str] = (),
+    settings: Settings = dict,
 ) -> TensorMapping:
     """Compile statements to a mapping.
 
@@ -29,11 +36,17 @@ def compile_mapping(
         target: The targets of all ranks; None: they follow from the statements; untouched tensors get natural order.
         master_weights: As in ``load_state_dict``.
         completion: Statements that follow those of the configuration, and those for natural order.
+        settings: Returns the ``config.json`` of the model, which is read for statements with head counts.
 
     Raises:
-        ValidationError: The statements do not fit, or ranks want one key in different dtypes.
+        ValidationError: The statements do not fit, head counts are not those of the settings, or ranks want one key in
+            different dtypes.
     """
-    statements = [] if aoa_config is None else aoa_config
+    statements = aoa.read_config([] if aoa_config is None else aoa_config)
+    if any("num_heads" in text for text in statements.statements):
+        from paddle_flexckpt.aoa.head_counts import check_heads
+
+        check_heads(statements, settings())
     if target is not None:
         mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
         _check_dtypes(mapping, target)
@@ -46,7 +59,11 @@ def compile_mapping(
 
 
 def whole_mapping(
-    aoa_config: Any, source: Catalog, names: Collection[str] | None = None, completion: Sequence[str] = ()
+    aoa_config: Any,
+    source: Catalog,
+    names: Collection[str] | None = None,
+    completion: Sequence[str] = (),
+    settings: Settings = dict,
 ) -> TensorMapping | None:
     """Return the mapping to whole tensors in natural order; None: each is the source's, unchanged.
 
@@ -55,13 +72,14 @@ def whole_mapping(
         source: The shards of all sources.
         names: The keys that are wanted; None: all.
         completion: As in :func:`compile_mapping`.
+        settings: Likewise.
 
     Raises:
         ValidationError: The statements do not fit, or no statement for natural order is known.
     """
     if aoa_config is None and not completion and not any(names is None or key in names for key in permuted(source)):
         return None
-    return compile_mapping(aoa_config, source, None, "exact", completion)
+    return compile_mapping(aoa_config, source, None, "exact", completion, settings)
 
 
 def permuted(source: Catalog) -> dict[str, Order]:

@@ -21,6 +21,10 @@ class Facts:
         """Return the configuration of its model; empty if there is none."""
         return {}
 
+    def family(self) -> tuple[str, str]:
+        """Return the family of models of Hugging Face's files, and the path of their configuration; "" if unknown."""
+        return "", ""
+
     def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
         """Return the number of steps of a moment, and its betas, by its key; None if they are not known."""
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,7 @@ from paddle_flexckpt.transfer.names import (
     is_state,
     split_raw,
 )
+from paddle_flexckpt.transfer.powers import Facts
 
 # A target that nothing fills.
 NO_KEY = "the source has no such key"
@@ -211,6 +213,37 @@ class Missing:
     @cached_property
     def _sorted_names(self) -> list[str]:
         return sorted(self._source.keys)
+
+
+def with_family(problems: Sequence[Problem], has_statements: bool, facts: Facts) -> list[Problem]:
+    """Return the problems, where the source's configuration names a family with rules, with a way to these in one.
+
+    Args:
+        problems: All problems of a rank.
+        has_statements: Whether the call has statements.
+        facts: Facts about the source.
+    """
+    found = [*problems]
+    lacking = [number for number, each in enumerate(found) if each.what.startswith(NO_KEY) and each.code == "FC201"]
+    family, config = facts.family() if lacking else ("", "")
+    if family:
+        first = found[lacking[0]]
+        found[lacking[0]] = replace(
+            first, remedy=f"{_of_family(family, config, has_statements)}{first.remedy}", code="FC201"
+        )
+    return found
+
+
+def _of_family(family: str, config: str, has_statements: bool) -> str:
+    if has_statements:
+        return (
+            f"if the statements are rules of {family}, the model may be another variant, which fuses other parameters "
+            f"(`flexckpt rules {family}` lists them): take its rules; or "
+        )
+    return (
+        f"give the rules of the family, aoa_config=fc.model_rules({family!r}, VARIANT, config={config!r}), where "
+        f"VARIANT says what the model fuses (`flexckpt rules {family}` lists them); or "
+    )
 
 
 def _tail(key: str) -> str:

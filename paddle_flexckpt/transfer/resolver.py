@@ -85,7 +85,9 @@ def resolve(
         missing = {row for row, other in others.items() if other.how == MISSING and mapping is None}
         problems += summarised(of_rows, missing, targets.catalog, source)
     if problems:
-        raise ValidationError(problems)
+        from paddle_flexckpt.transfer.problems import with_family
+
+        raise ValidationError(with_family(problems, options.aoa_config is not None, facts))
     names = dict(enumerate(targets.catalog.keys))
     for row, other in others.items():
         if other.how == MISSING or other.mismatch is not None or other.completion:

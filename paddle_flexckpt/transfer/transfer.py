@@ -294,7 +294,7 @@ def make_task(
     """
     mapping = targets.mapping
     if options.aoa_config is not None:
-        mapping = compile_mapping(options.aoa_config, source, known, options.master_weights)
+        mapping = compile_mapping(options.aoa_config, source, known, options.master_weights, settings=facts.settings)
     resolution = resolve(targets, source, options, mapping, facts)
     needed = resolution.statements(source)
     if statements is None:

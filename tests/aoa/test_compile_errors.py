@@ -18,7 +18,14 @@ from tests.property import examples
 
 A = numbered(4, 6)
 SQUARE = numbered(4, 4)
-SOURCE = {"a": A, "b": A, "z": numbered(), **{f"l.{i}.e.{j}": A for i in (0, 1) for j in (0, 2)}, "a.moment1_0": A}
+SOURCE = {
+    "a": A,
+    "b": A,
+    "z": numbered(),
+    **{f"l.{i}.e.{j}": A for i in (0, 1) for j in (0, 2)},
+    "a.moment1_0": A,
+    "turned": numbered(6, 4),
+}
 TARGET = {"x": room(4, 6), "y": room(4, 6), "x.moment1_0": room(4, 6)}
 
 
@@ -113,7 +120,26 @@ def test_the_place(text: str, column: int, words: str):
         ("a -> _, x, axis=0", "'_' stands alone on the right"),
         (
             "a^T -> y",
-            r"gives 'y' the shape \[6, 4\]; expected \[4, 6\], as in the destination. .*FC603.: correct the statement",
+            r"gives 'y' the shape \[6, 4\]; expected \[4, 6\], as in the destination. .*FC603.: correct the statement: "
+            r"leave out \^T$",
+        ),
+        (
+            "turned -> y",
+            r"shape \[6, 4\]; expected \[4, 6\], .*FC603.: correct the statement: write \^T after the name on its lef",
+        ),
+        ("turned -> y, scale=2", r"shape \[6, 4\]; expected \[4, 6\], .*FC603.: correct the statement$"),
+        ("l.$layer_id.e -> y", r"'l.\$layer_id.e' is neither .* placeholders are written in capitals, \$LAYER_ID$"),
+        (
+            "l.$L.e.$x -> m.$L",
+            r"no source key .*FC601.: correct the pattern, .*placeholders are written in capitals, \$X$",
+        ),
+        (
+            "l.$L.e.0 -> y.$l",
+            r"'y.\$l' lacks \$L: .*FC603.: correct the name; placeholders are written in capitals, \$L$",
+        ),
+        (
+            "lm_head.weight^T -> y",
+            "FC601.: correct the name; where the model's embeddings are tied, give the rules tied=True",
         ),
         ("_ -> l.$L.new", "no destination key matches"),
         ("a -> x, fused_qkv, num_heads=4, num_key_value_groups=2", "Remedy .FC603.: if every rank holds"),

@@ -65,8 +65,8 @@ def test_embeddings_are_tied_where_there_is_no_output_layer_and_nothing_else_is_
 
 def test_what_is_given_counts_more():
     config = {"model_type": "opt", **HEADS}
-    assert rules_of_config(config, "from_hf", KEYS, "llama", "fused", num_heads=4, prefix="llama.") == model_rules(
-        "llama", "fused", "from_hf", num_heads=4, num_key_value_groups=2, prefix="llama."
+    assert rules_of_config(config, "from_hf", KEYS, "llama", "fused", num_heads=8, prefix="llama.") == model_rules(
+        "llama", "fused", "from_hf", num_heads=8, num_key_value_groups=2, prefix="llama."
     )
     with pytest.raises(AoaError, match="num_heads"):
         rules_of_config({"model_type": "llama"}, "from_hf", KEYS, None, "fused")

@@ -16,6 +16,7 @@ from paddle_flexckpt.aoa.statements import read_config
 from paddle_flexckpt.cli.common import byte_count
 from paddle_flexckpt.cli.main import main
 from tests.pages.samples import check
+from tests.remedies.following import advised
 from tests.transfer.samples import save, values_of
 
 KINDS = {
@@ -178,6 +179,17 @@ def test_explain_tells_where_each_target_comes_from(checkpoint, capsys):
     assert "model.norm" in printed(capsys, "explain", path, "--aoa", CONFIG)
 
 
+def test_a_diff_says_that_the_statements_fit_the_other_checkpoint(tmp_path, capsys):
+    path, other = str(tmp_path / "path"), str(tmp_path / "other")
+    save(path, values_of({"v": ("float32", (6, 4))}))
+    save(other, values_of({"n": ("float32", (6, 4))}))
+    text = failed(capsys, "diff", other, path, "--aoa", "v -> n")
+    advised("cli/checkpoints.py", "give the two in the other order", text.partition("SECOND")[2])
+    assert "the statements fit SECOND, and --aoa is about FIRST" in text
+    printed(capsys, "diff", path, other, "--aoa", "v -> n")
+    assert "SECOND" not in failed(capsys, "diff", path, other, "--aoa", "none -> n")
+
+
 def test_explain_against_a_destination_lists_what_nothing_feeds(checkpoint, tmp_path, capsys):
     path, _ = checkpoint
     other = str(tmp_path / "other")
@@ -189,6 +201,18 @@ def test_explain_against_a_destination_lists_what_nothing_feeds(checkpoint, tmp_
     assert main(["explain", path, other, "--aoa", CONFIG, "--key", "new"]) == 1
     assert capsys.readouterr().out == "nothing feeds new: no such source key\n"
     printed(capsys, "explain", path, other, "--aoa", CONFIG, "--key", "l.0.weight")
+
+
+def test_explain_refuses_the_shapes_that_a_load_refuses(tmp_path, capsys):
+    """The statement for w was left out."""
+    path, other = str(tmp_path / "path"), str(tmp_path / "other")
+    save(path, values_of({"v": ("float32", (6, 4)), "w": ("float32", (6, 4))}))
+    save(other, values_of({"n": ("float32", (6, 4)), "w": ("float32", (4, 6))}))
+    text = failed(capsys, "explain", path, other, "--aoa", "v -> n")
+    assert "global shapes differ (key 'w'" in text and "expected [4, 6] (target); got [6, 4] (source)" in text
+    assert "Remedy (FC205)" in text and "'w^T -> w'" in text
+    printed(capsys, "explain", path, other, "--aoa", "v -> n", "--key", "n")
+    printed(capsys, "explain", path, other, "--aoa", '["v -> n", "w^T -> w"]')
 
 
 def test_a_statement_may_be_given_as_it_is(checkpoint, capsys):

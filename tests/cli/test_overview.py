@@ -84,6 +84,22 @@ def test_ls_tells_what_is_not_complete_and_exits_with_1(root, capsys):
     assert "there are no checkpoints" in capsys.readouterr().err
 
 
+def test_ls_and_clean_show_a_checkpoint_whose_manifest_is_lost(tmp_path, capsys):
+    path = tmp_path / "run" / "step_1"
+    for unique_id in (0, 1):
+        save(str(path), {"w": np.ones((3, 2), np.float32)}, world=1, unique_id=unique_id)
+    (path / "0.manifest").unlink()
+    line = f"manifest lost: {path}, id 0: restore {path}/0.manifest from a copy, or `flexckpt repair {path} --id 0`"
+    for root in (path, tmp_path / "run"):
+        assert main(["ls", str(root)]) == 1
+        assert line in capsys.readouterr().out.splitlines()
+        assert main(["clean", str(root), "--remove"]) == 0
+        assert line in capsys.readouterr().out.splitlines()
+    assert main(["repair", str(path), "--id", "0"]) == 0
+    assert main(["ls", str(path)]) == 0
+    assert "lost" not in capsys.readouterr().out
+
+
 def test_ls_takes_the_age_of_a_checkpoint_without_a_record_from_its_manifest(tmp_path, capsys):
     save(tmp_path / "one", VALUES, world=1)
     then = time.time() - 7200

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -246,3 +249,61 @@ def test_a_key_of_another_size_is_left_out(path):
     with pytest.raises(fc.ValidationError, match="or leave this key out .by aoa_config, KEY -> _, and strict=False"):
         load(path, targets)
     assert load(path, targets, "w -> _", strict=False) == lists({"w": np.full((4, 3), -7, np.float32), "v": B})
+
+
+LAYER = "model.layers.0.self_attn."
+
+
+@pytest.fixture
+def published(path):
+    """Hugging Face's files of Qwen2, as far as attention goes."""
+    heads = {"q": 8, "k": 4, "v": 4}
+    tensors = {f"{LAYER}{part}_proj.weight": np.full((rows, 6), rows, np.float32) for part, rows in heads.items()}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    config = {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def of_attention(config) -> list[str]:
+    return [
+        text
+        for text in config["aoa_statements"]
+        if LAYER.replace(".0.", ".$LAYER_ID.") in text and "o_proj" not in text
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_rules_of_the_family_are_named_once(published, ranks):
+    wanted = {f"{LAYER}qkv_proj.weight": np.zeros((6, 16), np.float32), "x": OLD.copy(), "y": OLD.copy()}
+
+    def load(comm) -> None:
+        fc.load_state_dict(wanted, published, comm)
+
+    with provoked("transfer/problems.py", "give the rules of the family, aoa_config=fc.model_rules(") as caught:
+        SimulatedWorld(ranks).run(load)
+    config = str(published / "config.json")
+    assert str(caught.value).count("model_rules") == 1
+    assert f"fc.model_rules('qwen2', VARIANT, config={config!r})" in str(caught.value)
+    rules = of_attention(fc.model_rules("qwen2", "fused", config=config))
+    fc.load_state_dict(wanted, published, aoa_config=rules, strict=False)
+    assert sorted(np.unique(wanted[f"{LAYER}qkv_proj.weight"])) == [4, 8]
+
+
+def test_rules_of_another_variant(published):
+    wanted = {f"{LAYER}qkv_proj.weight": np.zeros((6, 16), np.float32)}
+    plain, fused = (
+        of_attention(fc.model_rules(None, kind, config=published / "config.json")) for kind in ("plain", "fused")
+    )
+    with provoked("transfer/problems.py", "the model may be another variant, which fuses other parameters ("):
+        fc.load_state_dict(wanted, published, aoa_config=plain)
+    fc.load_state_dict(wanted, published, aoa_config=fused)
+    assert wanted[f"{LAYER}qkv_proj.weight"].any()
+
+
+def test_a_family_without_rules_is_not_named(published):
+    (published / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(fc.ValidationError, match="no such key") as caught:
+        fc.load_state_dict(rooms("x"), published)
+    assert "model_rules" not in str(caught.value)
