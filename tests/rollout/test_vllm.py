@@ -23,6 +23,7 @@ import pytest
 import xxhash
 from safetensors.numpy import load_file, save_file
 
+from paddle_flexckpt.rollout.segment import SegmentDirectory, SegmentNames, channel_of
 from tests.documents import ROOT, every_block
 from tests.ramdisk import memory_directory
 from tests.rollout.engine_calls import RefusedError, call, push, rpc, well
@@ -69,6 +70,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         finally:
             for server in servers:
                 server.stop()
+                SegmentDirectory().clear(SegmentNames(channel_of(server.url), "", "", (), 0, True))
 
 
 def digests(version: str, file: str) -> str:
