@@ -86,6 +86,7 @@ META = {
             "docs/benchmarks.md",
             "docs/design.md",
             "benchmarks/results/scaling.md",
+            "tests/device/plugin/README.md",
         ),
         "search: {exclude: true}",
     ),

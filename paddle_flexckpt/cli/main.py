@@ -25,6 +25,7 @@ _COMMANDS = {
     "engines": ("apply", "receive"),
     "main": ("completion",),
 }
+_WITH_PAGES = {"--html": "; these commands have --html: diff, map, rehearse"}
 _BASH = """\
 _flexckpt() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" words=""
@@ -62,7 +63,8 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [each for action in self._actions for each in action.option_strings]
-            hints = filter(None, (_meant(each.partition("=")[0], options) for each in unknown if each.startswith("-")))
+            words = [each.partition("=")[0] for each in unknown if each.startswith("-")]
+            hints = filter(None, (_WITH_PAGES.get(each) or _meant(each, options) for each in words))
             self.error(f"unrecognized arguments: {' '.join(unknown)}{next(hints, '')}")
         return found, unknown
 

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.manager.memory_tier import MemoryTier
+from paddle_flexckpt.manager.memory_tier import MemoryTier, compared
 from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery, SavePolicy
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.saving.replica_policies import CheckReplicas, ReplicaPolicies
@@ -56,9 +56,7 @@ class ManagerOptions(Options):
         default=(signal.SIGTERM,), metadata=rule(compared=lambda value: sorted(map(int, value)))
     )
     reports: bool = False
-    memory: MemoryTier | None = field(
-        default=None, metadata=rule(compared=lambda tier: tier.agreed() if isinstance(tier, MemoryTier) else tier)
-    )
+    memory: MemoryTier | None = field(default=None, metadata=rule(compared=compared))
 
     @property
     def max_pending(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
-from paddle_flexckpt.manager.memory_tier import MemoryTier
+from paddle_flexckpt.manager.memory_tier import MemoryTier, stored_by
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.planned_bytes import plan_bytes
 from paddle_flexckpt.tools.memory_runs import bytes_in
@@ -59,7 +59,7 @@ class MemoryRoom:
         problems: list[Problem] = []
         for number, node in enumerate(shares):
             _, name, _, limit, free, taken = first[node]
-            problems += self._problem(name, self.tier.stored([*shares.values()], number), limit, free + taken)
+            problems += self._problem(name, stored_by(self.tier, [*shares.values()], number), limit, free + taken)
         if problems:
             raise ValidationError(problems, context)
 

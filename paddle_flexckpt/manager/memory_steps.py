@@ -25,7 +25,7 @@ from paddle_flexckpt.manager.anchor import SAVES_OF_A_START, find_void, start_of
 from paddle_flexckpt.manager.manager_options import EVERY_STEP, ManagerOptions, StepOptions
 from paddle_flexckpt.manager.memory_restore import restore_from_memory, time_of
 from paddle_flexckpt.manager.memory_room import MemoryRoom, node_of
-from paddle_flexckpt.manager.memory_tier import MemoryTier
+from paddle_flexckpt.manager.memory_tier import MemoryTier, copies_on
 from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.manager.policies import PreemptionSignals, SavePolicy, SaveSchedule, check_policies
 from paddle_flexckpt.manager.removal import UNIQUE_ID, name_of
@@ -153,10 +153,11 @@ class MemorySteps:
             self._starts[step] = max(number // SAVES_OF_A_START, self._starts.get(step, 0))
         void = find_void(self._starts, self._later)
         for step, saved in sorted(void.items()):
-            self._warn(
-                f"step {step} in the memory of the nodes is of before the run went back, and saved step {saved}: it is "
-                "passed over"
-            )
+            if saved < step:  # else the root has the same step, saved later
+                self._warn(
+                    f"step {step} in the memory of the nodes is not used: it was saved before this run went back, and "
+                    f"a later start has saved step {saved}"
+                )
         return sorted(self._starts.keys() - void.keys(), reverse=True)
 
     def whole_steps(self, run: str | None, context: str) -> set[int]:
@@ -205,8 +206,8 @@ class MemorySteps:
         above = [step for step in self._found if step > report.step]
         if above:
             self._above = (
-                f"step {', '.join(map(str, above))} in the memory of the nodes is above step {report.step}, which the "
-                "run goes on from: it is not taken any more from the next save on"
+                f"step {', '.join(map(str, above))} in the memory of the nodes is above step {report.step}, from which "
+                "the run goes on: it is not used any more after the next save"
             )
         self.schedule.note(report.step, saved=False)
         self._is_used = self._is_used or report.tier == "memory"
@@ -266,7 +267,7 @@ class MemorySteps:
         if self._writer is None:
             self.check_room(lambda: shards, context)
             self._writer = BackgroundWriter()
-        copies, parity = self._tier.on(self._nodes)
+        copies, parity = copies_on(self._tier, self._nodes)
         try:
             options = SaveOptions(
                 unique_id=UNIQUE_ID,

@@ -45,7 +45,7 @@ class MemoryTier:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValidationError if a value is not usable."""
+        # Without a docstring, as the reference shows the methods that have one.
         problems: list[str] = []
         if is_remote(self.path):
             problems.append(
@@ -69,19 +69,22 @@ class MemoryTier:
             raise ValidationError(problems, "cannot make a MemoryTier")
         object.__setattr__(self, "path", os.path.abspath(open_destination(self.path).path))
 
-    def stored(self, shares: Sequence[int], node: int) -> int:
-        """Return the bytes that a node stores of a step of which the nodes write these shares."""
-        copies, parity = self.on(len(shares))
-        if parity is not None:
-            return shares[node] + -(-max(shares) // (parity - 1))
-        return sum(shares[node - copy] for copy in range(copies))
 
-    def on(self, nodes: int) -> tuple[int, int | None]:
-        """Return copies and parity of saves to so many nodes: no more than there are."""
-        if self.parity is not None:
-            return 1, min(self.parity, nodes) if nodes > 1 else None
-        return min(self.copies, nodes), None
+def stored_by(tier: MemoryTier, shares: Sequence[int], node: int) -> int:
+    """Return the bytes that a node stores of a step of which the nodes write these shares."""
+    copies, parity = copies_on(tier, len(shares))
+    if parity is not None:
+        return shares[node] + -(-max(shares) // (parity - 1))
+    return sum(shares[node - copy] for copy in range(copies))
 
-    def agreed(self) -> str:
-        """Return what ranks compare."""
-        return repr(replace(self, path="/", limit=None))
+
+def copies_on(tier: MemoryTier, nodes: int) -> tuple[int, int | None]:
+    """Return copies and parity of saves to so many nodes: no more than there are."""
+    if tier.parity is not None:
+        return 1, min(tier.parity, nodes) if nodes > 1 else None
+    return min(tier.copies, nodes), None
+
+
+def compared(tier: object) -> object:
+    """Return what ranks compare of a tier."""
+    return repr(replace(tier, path="/", limit=None)) if isinstance(tier, MemoryTier) else tier

@@ -29,6 +29,7 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_destination, reopen
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
+from paddle_flexckpt.native.save_names import marked_by
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.tools.memory_runs import is_run
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
@@ -101,6 +102,11 @@ class StepDirectories:
             return MANIFEST in self.directory(step).names()
         except OSError:
             return True  # a read raises the error
+
+    def _has_begun(self, step: int) -> bool:
+        with contextlib.suppress(OSError):
+            return any(map(marked_by, self.directory(step).names()))
+        return False
 
     def _directories(self) -> list[int]:
         matches = [(name, _STEP.fullmatch(name)) for name in self._root.names("directories")]
@@ -179,16 +185,20 @@ class StepDirectories:
             CorruptCheckpointError: The best cannot be told, as one is damaged, and there may be no other.
         """
         steps = self.steps()
+        begun = sorted(each for each in {*self._directories()} - {*steps} if self._has_begun(each))
         damaged: dict[int, str] = {}
         if not steps and not in_memory:
             raise ValidationError(
                 [
-                    f"there is no complete checkpoint in {self.path}. Remedy (FC301): correct the path; ask "
-                    "latest_step() first"
+                    f"there is no complete checkpoint in {self.path}{_unfinished(begun)}. Remedy (FC301): correct the "
+                    "path; ask latest_step() first"
                 ]
             )
         if which == "latest":
             order = steps[::-1]
+            later = [each for each in begun if each > max(steps, default=-1)]
+            if later:
+                logger.warning(f"the steps in {self.path} are {steps}{_unfinished(later)}")
         elif which == "best":
             order, damaged = self.best(best, fallback)
             if not order and not damaged:
@@ -199,7 +209,8 @@ class StepDirectories:
             order = [step for step in reversed(steps) if step <= which and (fallback or step == which)]
         else:
             raise ValidationError(
-                [f"there is no complete checkpoint of step {which} in {self.path}; there are {steps}"]
+                f"there is no complete checkpoint of step {which} in {self.path}; there are {steps}"
+                f"{_unfinished(begun)}. Remedy (FC303): restore one of these"
             )
         if not fallback:
             return order[:1], damaged
@@ -403,6 +414,11 @@ def explain_full(error: CheckpointError, removed: Sequence[int]) -> str:
         "one more than is kept, and there is nothing to remove yet. Remedy (FC402): make room; or, if more than one "
         "step is kept, keep fewer, and save twice: the first removes the others even if it fails"
     )
+
+
+def _unfinished(steps: Sequence[int]) -> str:
+    """Return what is said of steps whose save has begun and is not complete."""
+    return f"; unfinished saves, which are running or died: {', '.join(map(str, steps))}" if steps else ""
 
 
 def is_full(error: CheckpointError) -> bool:

@@ -129,7 +129,7 @@ def save(
         **options: Of :class:`~paddle_flexckpt.manager.whole_run.RunSaveOptions`.
 
     Returns:
-        As :func:`save_state_dict`.
+        A report of the save; with ``async_save`` a handle, whose ``result()`` waits for the report.
 
     Raises:
         ValidationError: The objects cannot be saved; the same on every rank. Nothing was written.

@@ -65,7 +65,9 @@ def diff_page(report: DiffReport) -> str:
     for name, keys in (("first", report.only_in_first), ("second", report.only_in_second)):
         if keys:
             found.append(Section(f"Only in the {name}", _keys(f"Keys only in the {name}", keys)))
-    return page("What differs between two checkpoints", report.summary(), found)
+    within = "are equal within the tolerances" if report.within_tolerance else "differ"
+    verdict = "are equal" if report.equal else within
+    return page("What differs between two checkpoints", f"{report.first} and {report.second} {verdict}", found)
 
 
 def _within(report: DiffReport) -> list[tuple[str, str]]:

@@ -100,12 +100,25 @@ def test_wrong_usage_ends_with_the_help(capsys, line, program):
     assert capsys.readouterr().err.endswith(f"\nsee `{program} --help`\n")
 
 
+PAGES = "these commands have --html: diff, map, rehearse"
+
+
 @pytest.mark.parametrize(
     ("line", "program", "words"),
     [
         ("inspect ck --jsn", "flexckpt inspect", "unrecognized arguments: --jsn; did you mean --json?"),
         ("inspect ck --jsn=3", "flexckpt inspect", "unrecognized arguments: --jsn=3; did you mean --json?"),
         ("inspect ck more", "flexckpt inspect", "unrecognized arguments: more"),
+        (
+            "inspect ck --html",
+            "flexckpt inspect",
+            f"unrecognized arguments: --html; {PAGES}",
+        ),
+        (
+            "inspect ck --html=x",
+            "flexckpt inspect",
+            f"unrecognized arguments: --html=x; {PAGES}",
+        ),
         ("insepct ck", "flexckpt", "there is no command 'insepct'; did you mean inspect?"),
         ("zzz", "flexckpt", "there is no command 'zzz'"),
     ],

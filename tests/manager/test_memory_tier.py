@@ -19,6 +19,7 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager import KeepBest, KeepLatest, memory_steps, storage_saves
+from paddle_flexckpt.manager.memory_tier import compared
 from paddle_flexckpt.manager.policies import PreemptionSignals
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
@@ -792,7 +793,7 @@ def test_ranks_may_be_in_other_directories(nodes, monkeypatch):
     agreed = []
     for place in (nodes.path, "/"):
         monkeypatch.chdir(place)
-        agreed.append(fc.MemoryTier(nodes.memory(0), fc.SaveEvery(2)).agreed())
+        agreed.append(compared(fc.MemoryTier(nodes.memory(0), fc.SaveEvery(2))))
     assert agreed[0] == agreed[1]
 
 
@@ -868,10 +869,10 @@ def test_a_start_without_the_tier_makes_later_steps_in_memory_void(nodes, caplog
     one_of(without_tier(nodes, TWO, root_save(step, 3)))
     caplog.clear()
     assert one_of(nodes.run(TWO, looking)) == ([10, step], step)
-    (said,) = [text for text in caplog.messages if "of before the run went back" in text]
-    assert said.startswith(
-        f"step 12 in the memory of the nodes is of before the run went back, and saved step {step}: "
-    )
+    said = [text for text in caplog.messages if "in the memory of the nodes" in text]
+    text = "step 12 in the memory of the nodes is not used: it was saved before this run went back, and a later start "
+    # Where the root has step 12 itself, there is nothing to decide.
+    assert said == ([f"{text}has saved step 11"] if step == 11 else [])
     assert one_of(nodes.run(TWO, seed_of)) == (step, "storage", 3)
     report = one_of(nodes.run(TWO, go_on(13)))
     assert report == ([12] if step == 11 else [])
@@ -908,13 +909,13 @@ def test_a_save_after_going_back_that_did_not_commit_makes_nothing_void(nodes, c
     one_of(nodes.run(TWO, fail))
     caplog.clear()
     assert one_of(nodes.run(TWO, seed_of)) == (22, "memory", 22)
-    assert not any("of before the run went back" in each for each in caplog.messages)
+    assert not any("before this run went back" in each for each in caplog.messages)
     one_of(nodes.run(TWO, root_save(15, 3, first=10)))
     one_of(nodes.run(TWO, fail))
     caplog.clear()
     assert one_of(nodes.run(TWO, looking)) == ([10, 15, 20], 20)
-    (said,) = [each for each in caplog.messages if "of before the run went back" in each]
-    assert "step 22 in the memory of the nodes is of before the run went back, and saved step 15: " in said
+    (said,) = [each for each in caplog.messages if "before this run went back" in each]
+    assert "step 22 in the memory of the nodes is not used: " in said and "a later start has saved step 15" in said
 
 
 def test_going_back_makes_higher_steps_in_memory_void(nodes, caplog):
@@ -923,7 +924,7 @@ def test_going_back_makes_higher_steps_in_memory_void(nodes, caplog):
     with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
         one_of(nodes.run(TWO, root_save(15, 3, first=10)))
     (said,) = [text for text in caplog.messages if "in the memory of the nodes" in text]
-    assert "step 22 in the memory of the nodes is above step 10, which the run goes on from" in said
+    assert "step 22 in the memory of the nodes is above step 10, from which the run goes on" in said
     shutil.rmtree(Path(nodes.root) / "step_00000020")
     assert one_of(nodes.run(TWO, seed_of)) == (15, "storage", 3)
 

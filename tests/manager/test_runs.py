@@ -22,6 +22,7 @@ from paddle_flexckpt.tools.step_record import StepRecord
 from tests.background.helpers import shards
 from tests.manager.samples import data_of, directory_of, empty, manager_of, restore, save, tree, values, version_of
 from tests.native.samples import flip
+from tests.native.test_cleaner import begin
 from tests.remedies.following import advised, provoked
 
 
@@ -233,6 +234,22 @@ def test_ranks_agree_on_the_run(tmp_path):
     said = SimulatedWorld(2).run(work)
     assert len(set(said)) == 1 and "has steps of another run, which this run has not restored: 5" in said[0]
     assert record_of(tmp_path / "run", 4).run == record_of(tmp_path / "run", 5).run
+
+
+def test_a_restore_tells_of_an_unfinished_save(tmp_path, caplog):
+    """As a kill during a save leaves it."""
+    manager = manager_of(tmp_path)
+    save(manager, 2)
+    begin(directory_of(tmp_path, 4), 0)
+    assert restore(manager)[:2] == (2, 2)
+    assert f"the steps in {tmp_path} are [2]; unfinished saves, which are running or died: 4" in caplog.text
+    with provoked("manager/step_directories.py", "restore one of these") as caught:
+        restore(manager, 4)
+    assert "no complete checkpoint of step 4" in str(caught.value) and "running or died: 4" in str(caught.value)
+    assert restore(manager, 2)[:2] == (2, 2)
+    shutil.rmtree(directory_of(tmp_path, 2))
+    with pytest.raises(fc.ValidationError, match="there is no complete checkpoint in .*; unfinished saves, .*: 4. "):
+        restore(manager)
 
 
 # -- links, and copies of steps ----------------------------------------------------------------------------------------
