@@ -17,6 +17,7 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.digests import digest_checkpoint
+from tests.documents import docstring_block
 from tests.remedies.following import provoked
 
 CONFIG = {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}
@@ -158,3 +159,10 @@ def test_rules_take_their_parameters_from_a_configuration(tmp_path, is_path):
     for name in ("other", "none"):
         with pytest.raises(AoaError, match=r"config '.*' cannot be read.*\(FC606\): give the model's config.json"):
             fc.model_rules(config=str(tmp_path / name))
+
+
+def test_the_example_of_model_rules_gives_statements_of_both_directions():
+    scope = {"fc": fc}
+    exec(docstring_block("paddle_flexckpt/aoa/model_rules.py", "fc.model_rules("), scope)
+    assert scope["rules"] == model_rules("qwen2", "fused", num_heads=14, num_key_value_groups=2, tied=True)
+    assert scope["back"] == model_rules("qwen2", "fused", "to_hf", num_heads=14, num_key_value_groups=2)
