@@ -95,6 +95,10 @@ def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield name, getattr(value, name)
 
 
+# The most loaded rank's bytes over the mean, from which on a summary has it.
+_NOTABLE_IMBALANCE = 1.1
+
+
 @dataclass(frozen=True)
 class SaveReport(Report):
     """The result of a save.
@@ -140,10 +144,11 @@ class SaveReport(Report):
         """Return one line for people."""
         blocked = f", training stood still for {self.seconds['blocked']:.2f} s" if "blocked" in self.seconds else ""
         replaced = ", which replaces an earlier checkpoint" if self.replaced else ""
-        sizes = f"{format_bytes(self.total_bytes)} of {format_bytes(self.held_bytes)} held"
+        held = f" of the {format_bytes(self.held_bytes)} that ranks hold" * (self.held_bytes != self.total_bytes)
+        most = f", one rank wrote {self.imbalance:.2f} times the mean" * (self.imbalance >= _NOTABLE_IMBALANCE)
         return (
-            f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}{replaced}): {sizes}, {self.items} items, "
-            f"imbalance {self.imbalance:.2f}, "
+            f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}{replaced}): "
+            f"{format_bytes(self.total_bytes)}{held}{most}, "
             f"{_speed(self.total_bytes, self.seconds)}{blocked}{_of_one_rank(self.replicas)}"
         )
 
@@ -224,7 +229,7 @@ class LoadReport(Report):
         what = "resharded" if self.source == "memory" else "loaded"
         origin = "in memory" if self.source == "memory" else f"from {self.source} (id {self.unique_id})"
         text = (
-            f"{what} {_tensors(self.keys)} on this rank {origin}: {format_bytes(self.total_bytes)} on all ranks, "
+            f"{what} {_tensors(self.keys)} on this rank {origin}; all ranks: {format_bytes(self.total_bytes)}, "
             f"{_speed(self.total_bytes, self.seconds)}"
         )
         for name, count in (
