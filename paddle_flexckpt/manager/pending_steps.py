@@ -8,6 +8,7 @@ tests/manager/test_step_directories.py.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from paddle_flexckpt.catalog import CheckpointError, NotDurableError
 from paddle_flexckpt.manager.policies import KeepPolicy
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.step_directories import StepDirectories
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.pages.holder_pages import MOST_DRAWN, save_page
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
@@ -165,6 +167,8 @@ def _raise(handles: Sequence[SaveHandle]) -> bytes:
     for handle in handles:
         handle.wait()
         if handle.error is not None and not handle.seen:
+            with contextlib.suppress(OSError, CheckpointError):  # its files are gone; an empty directory says nothing
+                open_backend(handle.path).remove_directory()
             try:
                 handle.result()
             except CheckpointError as error:

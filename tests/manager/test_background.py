@@ -5,6 +5,7 @@ The writer process is stopped where a save must not be complete yet.
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import numpy as np
@@ -64,6 +65,7 @@ def test_blocking_is_a_matter_of_each_save(tmp_path, writer):
     manager.close()
     assert handle.done()
     manager = manager_of(tmp_path, async_save=writer)
+    restore(manager)
     assert isinstance(save(manager, 3, blocking=True), SaveReport)
     assert manager.all_steps() == [1, 2, 3]
 
@@ -116,10 +118,13 @@ def test_a_failure_is_an_error_of_the_next_call_and_only_of_that(tmp_path, write
     with pytest.raises(fc.CheckpointError, match="an earlier save failed: .*step_00000002"):
         calls[call]()
     assert handle.seen
+    if call in ("wait", "restore", "close"):
+        assert os.listdir(tmp_path) == ["step_00000001"]  # no empty directory is left
     if call == "close":
         with pytest.raises(fc.ValidationError, match="has been closed"):
             manager.wait()
         manager = manager_of(tmp_path, async_save=writer)
+        restore(manager)
     assert manager.all_steps() == [1]
     calls[call]()
     save(manager, 2)
@@ -139,6 +144,7 @@ def test_a_failure_that_was_seen_is_not_told_again(tmp_path, writer, stopped):
 def test_no_removal_that_fails_hides_a_save_on_its_way(tmp_path, writer, monkeypatch):
     save(manager_of(tmp_path, async_save=writer), 1, blocking=True)
     manager = manager_of(tmp_path, async_save=writer)  # it looks for dead saves in each directory once
+    restore(manager)
 
     def remove(self, step):
         raise PermissionError(13, "Permission denied")

@@ -16,6 +16,8 @@ from paddle_flexckpt.testing.simulated import SimulatedWorld
 class Save:
     """A save in the background, as one rank sees it."""
 
+    path = "memory://a-step"
+
     def __init__(self) -> None:
         self._over = threading.Event()
         self.error: CheckpointError | None = None
