@@ -28,9 +28,15 @@ class NameFits:
     def __init__(self, names: Iterable[str]) -> None:
         """Take the names."""
         self._by_kind: dict[tuple[str, ...], list[tuple[str, _Name]]] = {}
+        self._numbers: dict[str, set[tuple[str, ...]]] = {}
         for name in names:
             parts = _taken_apart(name)
             self._by_kind.setdefault(parts.kind, []).append((name, parts))
+            self._numbers.setdefault(_unnumbered(name), set()).add(parts.kind)
+
+    def numbers(self, name: str) -> set[tuple[str, ...]]:
+        """Return the kinds of the names that differ from one of them in numbers alone, and its own."""
+        return self._numbers[_unnumbered(name)]
 
     def best(self, name: str) -> list[str]:
         """Return the names that fit one best: none, one, or several of which none fits better than the others."""
@@ -48,6 +54,10 @@ def _taken_apart(name: str) -> _Name:
     layer = _words(named[-2:-1] or named[-1:])
     path = _words(named[:-2]) - _WRAPPERS
     return _Name((*numbers, *named[-1:]), layer, path, _words(parts))
+
+
+def _unnumbered(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 
 def _words(parts: Iterable[str]) -> frozenset[str]:

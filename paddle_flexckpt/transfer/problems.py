@@ -119,6 +119,8 @@ class Missing:
         # A name that statements use counts too: it may have been given to another target by mistake.
         fitting = [name for name in self._source_names.best(key) if self._shapes[name] in sides]
         is_clear = len(fitting) == 1 and fitting[0] in self._unused and self._lacking.best(fitting[0]) == [key]
+        # Else one side may count the embedding as a layer, or is a part of the layers: their numbers mean nothing.
+        is_clear = is_clear and self._source_names.numbers(fitting[0]) == self._target_names.numbers(key)
         name = fitting[0] if is_clear else "NAME"
         plain, turned = (f"'{quoted(name)}{axes} -> {quoted(key)}'" for axes in ("", "^T"))
         if not is_clear:
@@ -156,6 +158,10 @@ class Missing:
     @cached_property
     def _source_names(self) -> NameFits:
         return NameFits(self._shapes)
+
+    @cached_property
+    def _target_names(self) -> NameFits:
+        return NameFits(key for key in self._catalog.keys if not is_state(key, self.known))
 
     @cached_property
     def _lacking(self) -> NameFits:

@@ -209,6 +209,15 @@ def test_no_name_is_better_than_one_that_does_not_fit(wanted, there):
     assert found == f"if it is there under another name, give the AOA statement {hint}: its states follow; or "
 
 
+@pytest.mark.parametrize("wanted", [[1, 2], [1]])
+def test_no_layer_is_proposed_where_both_sides_count_layers_differently(wanted):
+    """A pipeline whose embedding is layer 0, or a stage of it: layer 1 is the source's layer 0."""
+    there = keys(*(f"model.layers.{i}.down_proj.weight" for i in range(2)), "x")
+    found = starts_of(*refusal(solve, keys(*(f"{i}.down.weight" for i in wanted), "x"), there))
+    assert all("NAME -> " in text for text in found.values())
+    assert len(found) == len(wanted)
+
+
 def test_a_name_that_fits_two_targets_or_was_used_is_given_to_none():
     found = starts_of(*refusal(solve, keys("a.q.weight", "b.q.weight", "x"), keys("q_proj.weight", "x")))
     assert all("NAME -> " in text for text in found.values())
