@@ -75,7 +75,7 @@ class CheckpointManager:
     text. A manager that is given a model calls ``fc.install()``.
 
     Attributes:
-        path: The root; a relative path is made absolute when the manager is made.
+        path: The root; a relative path is made absolute.
     """
 
     @takes(ManagerOptions, **OWN_OBJECTS, process_group=GROUP)
@@ -131,9 +131,8 @@ class CheckpointManager:
         self._steps = StepDirectories(asked.root)
         self.path = self._steps.path
         keep = self._keep = check_policies("keep", asked.keep, KeepPolicy)
-        follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
-        self._follow_up = follow_up
-        self._saves = StorageSaves(self._comm, asked, self._steps, self._pending, follow_up)
+        self._follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
+        self._saves = StorageSaves(self._comm, asked, self._steps, self._pending, self._follow_up)
         self._memory = MemorySteps(self._comm, asked, self._steps, self._pending)
         policies = check_policies("save_when", asked.save_when, SavePolicy)
         numbers = check_signals(asked.preemption_signals)

@@ -19,7 +19,7 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager import KeepBest, KeepLatest, memory_steps, storage_saves
-from paddle_flexckpt.manager.memory_tier import compared
+from paddle_flexckpt.manager.memory_tier import compared, stored_by
 from paddle_flexckpt.manager.policies import PreemptionSignals
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
@@ -1253,16 +1253,12 @@ def test_a_background_save_for_which_no_room_was_asked_reads_no_file_in_memory(n
 
 
 def test_the_bytes_that_a_node_stores():
-    assert [fc.MemoryTier("x", fc.SaveEvery(1), copies=copies).stored([1, 10, 100], 0) for copies in (1, 2, 3, 4)] == [
-        1,
-        101,
-        111,
-        111,
-    ]
+    tiers = [fc.MemoryTier("x", fc.SaveEvery(1), copies=copies) for copies in (1, 2, 3, 4)]
+    assert [stored_by(tier, [1, 10, 100], 0) for tier in tiers] == [1, 101, 111, 111]
     parity = fc.MemoryTier("x", fc.SaveEvery(1), parity=4)
-    assert parity.stored([90, 91, 90, 90], 2) == 90 + 31
-    assert parity.stored([90, 91], 0) == 90 + 91
-    assert parity.stored([90], 0) == 90
+    assert stored_by(parity, [90, 91, 90, 90], 2) == 90 + 31
+    assert stored_by(parity, [90, 91], 0) == 90 + 91
+    assert stored_by(parity, [90], 0) == 90
 
 
 def test_the_limit_is_looked_at_at_once_if_the_model_is_given(nodes, monkeypatch):
