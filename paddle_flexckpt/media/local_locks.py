@@ -19,6 +19,10 @@ from paddle_flexckpt.media.backend import Backend, Lock, SaveLock
 from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LeaseLocks
 
+_TAKEN = frozenset({errno.EWOULDBLOCK, errno.EACCES})
+# The attempts of a saver while others look at the lock, each for some microseconds.
+_MOST_LOOKS = 10_000
+
 logger = logging.getLogger("paddle_flexckpt")
 
 # flock: the file system has no locks, or none on directories (NFS wants a descriptor that can write).
@@ -78,17 +82,36 @@ class DirectoryLock(Flock, SaveLock):
             FileNotFoundError: There is no such directory, or another has replaced it meanwhile.
             OSError: The file system has no locks, by its number one of ``NO_LOCKS``; or another error.
         """
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise TakenError(path) from None
-            raise
+        for _ in range(_MOST_LOOKS):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
+                break
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+            if cls.is_taken(path):
+                raise TakenError(path)
+        else:
+            raise TakenError(path)
         lock = cls(descriptor)
         if not lock.is_of(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return lock
+
+    @staticmethod
+    def is_taken(path: str) -> bool:
+        """Return whether a saver has the lock; errors of :meth:`take`. A look shares it: a saver waits for its end."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Implement the base class."""
@@ -119,19 +142,15 @@ class LocalLocks(LeaseLocks):
         return super().take()
 
     def is_taken(self) -> bool | None:
-        """Implement the base class: a lock that is free is taken and given back at once."""
+        """Implement the base class."""
         try:
-            if self._enabled:
-                DirectoryLock.take(self._backend.path).release()
-        except CheckpointError:
-            return True
+            return DirectoryLock.is_taken(self._backend.path) if self._enabled else None
         except FileNotFoundError:
             return False
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
             return None
-        return False if self._enabled else None
 
     def _found_identity(self) -> list[int]:
         found = os.stat(self._backend.path)

@@ -71,8 +71,7 @@ def walk(backend: Backend, depth: int = 2) -> Iterator[Backend]:
 def unfinished_in(backend: Backend, ask: bool = False) -> list[UnfinishedSave]:
     """Return the unfinished saves in a directory; UnreadableCheckpointError if it cannot be read.
 
-    With ``ask`` they tell whether they are running. The save lock is taken for a moment, if it is free, so a save that
-    begins in that moment is refused.
+    With ``ask`` they tell whether they are running.
     """
     with reading(backend.path):
         return list(_unfinished_in(backend, ask))

@@ -10,10 +10,11 @@ import threading
 import numpy as np
 import pytest
 
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media import local_locks
 from paddle_flexckpt.media.backend import publish
+from paddle_flexckpt.media.local_locks import DirectoryLock
 from paddle_flexckpt.media.opening import open_backend, open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
@@ -243,3 +244,33 @@ def test_a_replacement_leaves_its_readers_their_files(tmp_path):
     # Nobody reads now.
     save_state_dict({"w": values[2]}, tmp_path, comm, unique_id=0)
     assert sorted(names(tmp_path)) == ["0.manifest", data_file(tmp_path)]
+
+
+def test_a_look_at_the_save_lock_refuses_no_saver(backend, monkeypatch):
+    """A saver that begins while others look, as `flexckpt ls` does, waits for the end of their look."""
+    looking = os.open(backend.path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    look, looks = DirectoryLock.is_taken, []
+
+    def is_taken(path):
+        looks.append(look(path))
+        if len(looks) == 3:
+            os.close(looking)
+        return looks[-1]
+
+    monkeypatch.setattr(DirectoryLock, "is_taken", is_taken)
+    with backend.locks.take():
+        assert looks == [False] * 3
+        assert backend.locks.is_taken()
+        with pytest.raises(CheckpointError, match="another save is writing"):
+            backend.locks.take()
+    assert not backend.locks.is_taken()
+
+
+def test_a_look_that_never_ends_is_an_error(backend, monkeypatch):
+    monkeypatch.setattr(local_locks, "_MOST_LOOKS", 3)
+    looking = os.open(backend.path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    with pytest.raises(CheckpointError, match="another save is writing"):
+        backend.locks.take()
+    os.close(looking)
