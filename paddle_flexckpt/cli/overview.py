@@ -69,8 +69,9 @@ def add_command(commands: Any) -> None:
         "it. With --remove it removes the files of those that died. A running save holds a lock, and is left alone; so "
         "are all checkpoints, and files of which no save is known. In the directory of a memory tier it lists the runs "
         "that have steps there, and in shared memory the segments of weights that were pushed to engines. With "
-        "--remove it removes those that no process holds. With --id or --step it shows one checkpoint instead, and "
-        "with --remove it removes that; the only complete one only with --only too.",
+        "--remove it removes those that no process holds, also the steps of a run that has crashed and is to be "
+        "restarted. The runs of memory tiers one level below are only listed. With --id or --step it shows one "
+        "checkpoint instead, and with --remove it removes that; the only complete one only with --only too.",
         epilog="example: flexckpt clean run --remove",
     )
     cleaning.add_argument("root", metavar="ROOT", help="a directory or URL of checkpoints, as of ls")
@@ -199,10 +200,11 @@ def _clean(options: argparse.Namespace) -> Outcome:
     _check_exists(backend)
     if options.unique_id is not None or options.step is not None:
         return _clean_one(options, backend)
-    below = [backend.child(name) for name in sorted(backend.names("directories"))]
-    runs = [run for each in (backend, *below) for run in find_runs(each)]
+    own = find_runs(backend)
+    below = [run for name in sorted(backend.names("directories")) for run in find_runs(backend.child(name))]
+    runs = [*own, *below]
     segments = find_segments(backend.path, options.remove) if backend.has_path else []
-    freed = [run.path for run in runs if options.remove and remove_unheld(run)]
+    freed = [run.path for run in own if options.remove and remove_unheld(run)]
     freed += [each.path for each in segments if options.remove and not each.held]
     directories = [(each, unfinished_in(each, ask=True)) for each in walk(backend)]
     unfinished = [save for _, saves in directories for save in saves]
@@ -229,8 +231,10 @@ def _clean(options: argparse.Namespace) -> Outcome:
         lines.append(text + (f"; {each.kept}" if each.kept else ""))
     if not options.remove:
         lines += _clean_hint(options.root, unfinished)
-        if not all(each.held for each in memory):
-            lines.append(f"`flexckpt clean {options.root} --remove` removes the memory that no process holds")
+    is_free = not all([run.held for run in own] + [segment.held for segment in segments])
+    rooms = [options.root] if is_free and not options.remove else []
+    rooms += dict.fromkeys(os.path.dirname(run.path) for run in below if not run.held)
+    lines += [f"`flexckpt clean {each} --remove` removes the memory that no process holds" for each in rooms]
     return Outcome("\n".join(lines), int(any(each.kept for each in cleaned)))
 
 

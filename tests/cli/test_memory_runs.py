@@ -76,10 +76,20 @@ def test_the_memory_of_several_nodes_is_found_above_their_directories(tier, caps
     tier.rename(above / "node0")
     assert main(["ls", str(above)]) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith(f"{above}/node0/{FIRST}/step_00000020")
-    first, second, _ = clean(above, capsys)
+    first, second, hint = clean(above, capsys)
     assert (f"{above}/node0/{FIRST}" in first, f"{above}/node0/{SECOND}" in second) == (True, True)
-    clean(above, capsys, "--remove")
-    assert os.listdir(above / "node0") == []
+    assert hint == f"`flexckpt clean {above}/node0 --remove` removes the memory that no process holds"
+
+
+def test_runs_below_the_directory_that_is_given_are_never_removed(tier, capsys):
+    """They may be of a job that crashed and waits for its restart, where somebody cleans up after an engine."""
+    size = size_of(tier.parent)
+    first, second, hint = clean(tier.parent, capsys, "--remove")
+    assert [each.rpartition("; ")[2] for each in (first, second)] == ["no process holds it"] * 2
+    assert hint == f"`flexckpt clean {tier} --remove` removes the memory that no process holds"
+    told = json.loads("\n".join(clean(tier.parent, capsys, "--json", "--remove")))
+    assert ([each["path"] for each in told["memory"]], told["freed"]) == ([f"{tier}/{FIRST}", f"{tier}/{SECOND}"], [])
+    assert size_of(tier.parent) == size
 
 
 def test_as_json(tier, capsys):
