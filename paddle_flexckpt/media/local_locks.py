@@ -17,7 +17,7 @@ from paddle_flexckpt.catalog.errors import TakenError
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.media.backend import Backend, Lock, SaveLock
 from paddle_flexckpt.media.file_names import naming, open_inside
-from paddle_flexckpt.media.lease import LeaseLocks
+from paddle_flexckpt.media.lease import LEASE_FILE, LeaseLocks
 
 _TAKEN = frozenset({errno.EWOULDBLOCK, errno.EACCES})
 # The attempts of a saver while others look at the lock, each for some microseconds.
@@ -103,6 +103,7 @@ class DirectoryLock(Flock, SaveLock):
     def is_taken(path: str) -> bool:
         """Return whether a saver has the lock; errors of :meth:`take`. A look shares it: a saver waits for its end."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        look = Flock(descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
@@ -110,7 +111,7 @@ class DirectoryLock(Flock, SaveLock):
                 raise
             return True
         finally:
-            os.close(descriptor)
+            look.release()
         return False
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
@@ -143,8 +144,11 @@ class LocalLocks(LeaseLocks):
 
     def is_taken(self) -> bool | None:
         """Implement the base class."""
+        # NFS has shared locks of directories and no exclusive ones, so its savers take leases.
+        if not self._enabled or self.can_run_out or os.path.lexists(self._backend.where(LEASE_FILE)):
+            return None
         try:
-            return DirectoryLock.is_taken(self._backend.path) if self._enabled else None
+            return DirectoryLock.is_taken(self._backend.path)
         except FileNotFoundError:
             return False
         except OSError as error:

@@ -108,13 +108,14 @@ def clean_up(directory: SaveDirectory, remove_empty: bool = False) -> CleanedDir
     afterwards is removed, as a manager does it: a save that begins meanwhile makes it again.
     """
     backend = directory.backend
+    no_locks = CleanedDirectory(
+        directory.path,
+        [],
+        "this storage has no locks, so a save that seems dead may be suspended right before its commit; the next "
+        "save of the same id removes them, once it is complete",
+    )
     if backend.locks.is_taken() is None:
-        return CleanedDirectory(
-            directory.path,
-            [],
-            "this storage has no locks, so a save that seems dead may be suspended right before its commit; the next "
-            "save of the same id removes them, once it is complete",
-        )
+        return no_locks
     try:
         lock = backend.locks.take()
     except FileNotFoundError:
@@ -122,6 +123,8 @@ def clean_up(directory: SaveDirectory, remove_empty: bool = False) -> CleanedDir
     except CheckpointError as error:
         return CleanedDirectory(directory.path, [], f"a save is running: {error}")
     try:
+        if backend.locks.can_run_out:
+            return no_locks  # on NFS a look at a directory without a lease does not tell
         removed = directory.cleaner.remove_dead_saves()
         directory.companion.remove_refusal()
         prepared = [each.unique_id for each in _unfinished_in(backend)]

@@ -267,6 +267,20 @@ def test_a_look_at_the_save_lock_refuses_no_saver(backend, monkeypatch):
     assert not backend.locks.is_taken()
 
 
+def test_a_look_leaves_no_lock_to_a_process_that_was_forked_meanwhile(backend, monkeypatch):
+    flock, forked = fcntl.flock, []
+
+    def lock(descriptor, operation):
+        flock(descriptor, operation)
+        if not forked:
+            forked.append(os.dup(descriptor))  # as a fork does
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    assert not backend.locks.is_taken()
+    backend.locks.take().release()
+    os.close(*forked)
+
+
 def test_a_look_that_never_ends_is_an_error(backend, monkeypatch):
     monkeypatch.setattr(local_locks, "_MOST_LOOKS", 3)
     looking = os.open(backend.path, os.O_RDONLY)

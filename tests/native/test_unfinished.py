@@ -103,6 +103,30 @@ def test_where_the_file_system_has_no_locks_nothing_is_removed(tmp_path, monkeyp
     assert listing(tmp_path) == before
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_where_a_directory_has_shared_locks_alone_nothing_is_removed(tmp_path, monkeypatch, ended):
+    """NFS refuses an exclusive lock of a descriptor that only reads: saves take a lease, and looks succeed."""
+    flock = fcntl.flock
+
+    def refuse(descriptor, operation):
+        if operation & fcntl.LOCK_EX:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    lock, _, _ = begin(tmp_path)
+    if ended:
+        lock.release()  # or another save has taken the lease over, and ended
+    else:
+        (found,) = unfinished_in(open_backend(tmp_path), ask=True)
+        assert found.running is None
+    before = listing(tmp_path)
+    cleaned = clean_up(open_to_save(tmp_path))
+    assert (cleaned.removed, listing(tmp_path)) == ([], before)
+    assert cleaned.kept.startswith("this storage has no locks")
+    lock.release()
+
+
 def test_a_running_save_is_told_from_one_that_died(tmp_path):
     begin(tmp_path)[0].release()
     (died,) = unfinished_in(open_backend(tmp_path), ask=True)
