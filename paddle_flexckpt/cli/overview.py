@@ -172,7 +172,7 @@ def find_unfinished(backend: Backend) -> list[UnfinishedSave]:
 
 def is_all_running(unfinished: Sequence[UnfinishedSave]) -> bool:
     """Return whether no save of these has died, as far as can be known."""
-    return all(save.running for save in unfinished)
+    return all(save.running is not False for save in unfinished)
 
 
 def unfinished_lines(root: str, unfinished: Sequence[UnfinishedSave]) -> list[str]:
@@ -189,7 +189,7 @@ def _unfinished_line(save: UnfinishedSave) -> str:
 
 
 def _clean_hint(root: str, unfinished: Sequence[UnfinishedSave]) -> list[str]:
-    return [] if is_all_running(unfinished) else [f"`flexckpt clean {root} --remove` removes what died"]
+    return [] if all(save.running for save in unfinished) else [f"`flexckpt clean {root} --remove` removes what died"]
 
 
 def _clean(options: argparse.Namespace) -> Outcome:

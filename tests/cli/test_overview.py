@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -259,6 +261,21 @@ def test_a_save_that_is_running_is_nothing_wrong(root, capsys):
     assert printed(capsys, "ls", str(root))[-1].endswith("; running")
     assert printed(capsys, "verify", str(root))[-1].endswith("; running")
     lock.release()
+
+
+def test_a_save_that_may_be_running_is_nothing_wrong(root, capsys, monkeypatch):
+    """Storage without locks cannot tell."""
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    begun(root / "step_00000300")
+    for command in ("ls", "verify"):
+        unfinished, hint = printed(capsys, command, str(root))[-2:]
+        assert unfinished.endswith("; running, or it died")
+        assert hint == f"`flexckpt clean {root} --remove` removes what died"
+    assert json.loads("\n".join(printed(capsys, "verify", str(root), "--json")))["ok"] is True
 
 
 def test_ls_shows_an_unfinished_save_where_there_is_nothing_else(tmp_path, capsys):
