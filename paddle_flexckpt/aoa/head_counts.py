@@ -59,6 +59,8 @@ def _counts(settings: Any) -> Iterator[tuple[set[int], set[int]]]:
         return
     numbers = {name: value for name, value in settings.items() if type(value) is int and isinstance(name, str)}
     keys = {value for name, value in numbers.items() if _OF_KEYS.fullmatch(name)}
+    if settings.get("multi_query") is True:  # there is one, whatever the number says that is for models without it
+        keys = set()
     heads = {value for name, value in numbers.items() if _ENTRY.fullmatch(name) and not _OF_KEYS.fullmatch(name)}
     if heads:
         yield heads, keys

@@ -193,8 +193,13 @@ def _without_key(problem: Problem) -> str:
 
 def _one_text(problems: Sequence[tuple[Problem, list[int]]]) -> str:
     """Return the text of problems, each with its ranks, that differ in key, expected and got alone."""
-    first, ranks = problems[0][0], sorted({rank for _, ranks in problems for rank in ranks})
-    others = [repr(each.key) for each, _ in problems[1:]]
+    first = problems[0][0]
+    ranks = sorted({rank for each, theirs in problems if each.got == first.got for rank in theirs})
+    others = []
+    for each, theirs in problems[1:]:
+        on = f"rank{'s' * (len(theirs) > 1)} {format_ranks(theirs)}: "
+        own = f" ({on * (theirs != ranks)}expected {each.expected}, got {each.got})"
+        others.append(repr(each.key) + own * (each.got != first.got))
     if not others:
         return first.on(ranks)
     more, has_key = f"{len(others)} more key{'s' * (len(others) > 1)}", first.remedy != _without_key(first)

@@ -112,11 +112,11 @@ def dropped_warning(source: str, dropped: Sequence[str]) -> str:
     )
 
 
-def untouched_warning(source: str, keys: Sequence[str]) -> str:
-    """Return the warning that parameters keep the values that they had before the load."""
+def untouched_warning(source: str, keys: Sequence[str], is_all: bool = True) -> str:
+    """Return the warning that parameters keep the values that they had before the load; ``is_all``: no others do."""
     texts = grouped(keys)
     more = f"; and {len(texts) - _GROUPS} more" if len(texts) > _GROUPS else ""
-    many = f"{len(keys)} parameters keep the values they", "them"
+    many = f"{'' if is_all else 'at least '}{len(keys)} parameters keep the values they", "them"
     who, them = ("1 parameter keeps the values it", "it") if len(keys) == 1 else many
     return f"{who} had, as {source} gives {them} none: {'; '.join(texts[:_GROUPS])}{more}"
 

@@ -32,11 +32,11 @@ class NameFits:
         for name in names:
             parts = _taken_apart(name)
             self._by_kind.setdefault(parts.kind, []).append((name, parts))
-            self._numbers.setdefault(_unnumbered(name), set()).add(parts.kind)
+            self._numbers.setdefault(unnumbered(name), set()).add(parts.kind)
 
     def numbers(self, name: str) -> set[tuple[str, ...]]:
         """Return the kinds of the names that differ from one of them in numbers alone, and its own."""
-        return self._numbers[_unnumbered(name)]
+        return self._numbers[unnumbered(name)]
 
     def best(self, name: str) -> list[str]:
         """Return the names that fit one best: none, one, or several of which none fits better than the others."""
@@ -56,7 +56,8 @@ def _taken_apart(name: str) -> _Name:
     return _Name((*numbers, *named[-1:]), layer, path, _words(parts))
 
 
-def _unnumbered(name: str) -> str:
+def unnumbered(name: str) -> str:
+    """Return a name with a mark in place of each number."""
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 

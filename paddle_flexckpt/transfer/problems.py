@@ -23,7 +23,7 @@ from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.errors import MAX_LISTED
 from paddle_flexckpt.optimizer_states import MASTER, split_state
-from paddle_flexckpt.transfer.name_fits import NameFits
+from paddle_flexckpt.transfer.name_fits import NameFits, unnumbered
 from paddle_flexckpt.transfer.names import (
     HINT,
     CompatibleNames,
@@ -60,6 +60,8 @@ class Missing:
         """Take targets, source and mapping, and the result of a search by other names."""
         self._catalog, self._source, self._mapping, self._compatible = targets, source, mapping, compatible
         self._searches = MAX_LISTED
+        # By names with marks in place of numbers: of the source, and of this rank.
+        self._numbers_equal: dict[tuple[str, str], bool] = {}
 
     def problem(self, row: int, has_parameter: bool, beta: float | None = None) -> Problem:
         """Return the problem of a target.
@@ -114,13 +116,13 @@ class Missing:
         if is_state(key, self.known):
             return ""
         sides = (shape, shape[::-1]) if len(shape) == 2 else (shape,)
-        if not any(self._shapes[name] in sides for name in self._unused):
+        if self._unused_shapes.isdisjoint(sides):
             return ""
         # A name that statements use counts too: it may have been given to another target by mistake.
         fitting = [name for name in self._source_names.best(key) if self._shapes[name] in sides]
         is_clear = len(fitting) == 1 and fitting[0] in self._unused and self._lacking.best(fitting[0]) == [key]
         # Else one side may count the embedding as a layer, or is a part of the layers: their numbers mean nothing.
-        is_clear = is_clear and self._source_names.numbers(fitting[0]) == self._target_names.numbers(key)
+        is_clear = is_clear and self._have_equal_numbers(fitting[0], key)
         name = fitting[0] if is_clear else "NAME"
         plain, turned = (f"'{quoted(name)}{axes} -> {quoted(key)}'" for axes in ("", "^T"))
         if not is_clear:
@@ -158,6 +160,17 @@ class Missing:
     @cached_property
     def _source_names(self) -> NameFits:
         return NameFits(self._shapes)
+
+    @cached_property
+    def _unused_shapes(self) -> set[tuple[int, ...]]:
+        return {self._shapes[name] for name in self._unused}
+
+    def _have_equal_numbers(self, name: str, key: str) -> bool:
+        """Return whether names like one in the source, and like another on this rank, have the same numbers."""
+        pair = unnumbered(name), unnumbered(key)
+        if pair not in self._numbers_equal:
+            self._numbers_equal[pair] = self._source_names.numbers(name) == self._target_names.numbers(key)
+        return self._numbers_equal[pair]
 
     @cached_property
     def _target_names(self) -> NameFits:

@@ -16,6 +16,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
+from paddle_flexckpt.catalog.errors import MAX_LISTED
 from paddle_flexckpt.catalog.texts import order_warning, replica_warning, unread_warning, untouched_warning
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.report import LoadReport
@@ -131,7 +132,7 @@ class Transfer:
         """
         planned, task, source = time.perf_counter(), self._task, self._source
         moved, answers = self._comm.together(self._move, self._context)
-        counts, untouched = zip(*(json.loads(answer) for answer in answers))
+        counts, untouched, names = zip(*(json.loads(answer) for answer in answers))
         total_bytes, filled, asked = map(sum, zip(*counts))
         if not filled:
             refuse_nothing(asked, self._unexpected, self._context)
@@ -159,7 +160,9 @@ class Transfer:
             if task.mapping is not None and task.mapping.unread:
                 logger.warning(unread_warning(report.source, task.mapping.unread, task.resolution.targets.catalog.keys))
             if any(untouched):
-                logger.warning(untouched_warning(report.source, sorted({key for keys in untouched for key in keys})))
+                known = sorted({key for keys in names for key in keys})
+                is_all = all(count <= MAX_LISTED for count in untouched)
+                logger.warning(untouched_warning(report.source, known, is_all))
             logger.log(_report_level.get(), report.summary())
         return report
 
@@ -254,7 +257,8 @@ class Transfer:
             moved = self._source.move(self._task)
         resolution = self._task.resolution
         counts = moved["bytes_needed"], len(resolution.filled), len(resolution.targets.catalog)
-        return moved, json.dumps((counts, resolution.untouched(self._source.catalog))).encode()
+        untouched = resolution.untouched(self._source.catalog)
+        return moved, json.dumps((counts, len(untouched), untouched[:MAX_LISTED])).encode()
 
 
 @contextlib.contextmanager

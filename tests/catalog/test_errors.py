@@ -83,11 +83,13 @@ def test_problems_with_a_common_remedy_have_one_line():
     error = ValidationError([*same, other, problem("d.w"), own, alone, "of another rank"])
     assert len(error.problems) == 8
     assert error.lines == [
-        "shapes differ (key 'a.w', ranks 0-3); expected [2]; got [a.w], and the like for 2 more keys: 'b.w', 'd.w'. "
+        "shapes differ (key 'a.w', ranks 1-2); expected [2]; got [a.w], and the like for 2 more keys: 'b.w' (rank 3: "
+        "expected [2], got [b.w]), 'd.w' (rank 0: expected [2], got [d.w]). "
         "Remedy (FC205): give 'a.w -> a.w', as KEYS; likewise for the other keys",
         *map(str, (other, own, alone)),
         "of another rank",
     ]
     many = ValidationError([problem(f"{number}.w", remedy="load it") for number in range(50)])
-    assert len(many.lines) == 1 and "49 more keys: '1.w', " in str(many) and "'20.w' and 29 more. Remedy" in str(many)
+    assert len(many.lines) == 1 and "49 more keys: '1.w' (expected [2], got [1.w]), " in str(many)
+    assert "'20.w' (expected [2], got [20.w]) and 29 more. Remedy" in str(many)
     assert "likewise" not in str(many)

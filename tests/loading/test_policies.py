@@ -42,6 +42,16 @@ def test_parameters_that_nothing_fills_are_warned_of_once(caplog, tmp_path):
     assert text == f"3 parameters keep the values they had, as {tmp_path} gives them none: 1.w; b; x.w"
 
 
+def test_a_rank_sends_few_names_of_many_that_nothing_fills(caplog, tmp_path):
+    save_state_dict(state(a=[1, 2]), tmp_path)
+
+    def load(comm):
+        load_state_dict(state(a=[0, 0], **{f"w{i}": [9] for i in range(50)}), tmp_path, comm, strict=False)
+
+    SimulatedWorld(2).run(load)
+    assert "at least 20 parameters keep the values they had" in caplog.text
+
+
 @pytest.mark.parametrize(("strict", "missing", "unexpected"), [
     (True, True, True), (False, False, False), ("missing", True, False), ("unexpected", False, True),
 ])  # fmt: skip

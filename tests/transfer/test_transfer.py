@@ -103,7 +103,7 @@ def test_all_steps_are_taken_in_order_and_the_source_is_closed():
     assert first is second is third
     assert comm.contexts == [CONTEXT, CONTEXT]
     head, needed, used, names, own, *sent = split(comm.said[0])
-    assert comm.said[1] == b"[[40, 2, 2], []]"
+    assert comm.said[1] == b"[[40, 2, 2], 0, []]"
     assert json.loads(head) == json.loads(options.encode("load_state_dict", shelf="the first", context=CONTEXT))
     assert (json.loads(needed), json.loads(names), own, sent) == ([], {}, b"", [b"mine", b"too"])
     assert np.unpackbits(np.frombuffer(used, np.uint8)).tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
