@@ -96,10 +96,11 @@ class NotDurableError(CheckpointError):
 class TakenError(CheckpointError):
     """An error of a save whose directory another save is writing to."""
 
-    def __init__(self, path: str, by: object = None) -> None:
-        """Take the directory, and the other save's process, if it is known."""
+    @classmethod
+    def of(cls, path: str, by: object = None) -> TakenError:
+        """Return the error about a directory, with the other save's process, if it is known."""
         who = "" if by is None else f" ({by})"
-        super().__init__(
+        return cls(
             f"another save is writing to {path}{who}. Remedy (FC403): wait until it has finished, or save elsewhere"
         )
 
@@ -219,6 +220,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
         CorruptCheckpointError,
         UnreadableCheckpointError,
         NotDurableError,
+        TakenError,
         LostRankError,
         EngineError,
         EngineLostError,

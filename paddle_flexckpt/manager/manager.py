@@ -104,7 +104,6 @@ class CheckpointManager:
         """
         self._asked = ManagerOptions(root, **options)
         self._comm = communicator_for(process_group)
-        self._pending = PendingSteps(self._comm)
         self._closed = False
         self._run: str | None = None  # what identifies the run, from the first save on
         self._is_checked = False  # whether the root is known to have no steps of another run
@@ -130,6 +129,7 @@ class CheckpointManager:
         asked.check()
         self._steps = StepDirectories(asked.root)
         self.path = self._steps.path
+        self._pending = PendingSteps(self._comm, self._steps.give_up)
         keep = self._keep = check_policies("keep", asked.keep, KeepPolicy)
         self._follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
         self._saves = StorageSaves(self._comm, asked, self._steps, self._pending, self._follow_up)

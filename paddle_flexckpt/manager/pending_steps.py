@@ -8,10 +8,9 @@ tests/manager/test_step_directories.py.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union
 
 from paddle_flexckpt.background.pending import SaveHandle
@@ -19,7 +18,6 @@ from paddle_flexckpt.catalog import CheckpointError, NotDurableError
 from paddle_flexckpt.manager.policies import KeepPolicy
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.step_directories import StepDirectories
-from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.pages.holder_pages import MOST_DRAWN, save_page
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
@@ -44,9 +42,11 @@ class PendingSteps:
         last_saved: The step that was saved last and is known to be complete; None if this manager has saved none.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        """Take the ranks that save."""
-        self._comm = comm
+    def __init__(
+        self, comm: Communicator, give_up: Callable[[int, CheckpointError], object] = lambda step, error: None
+    ) -> None:
+        """Take the ranks that save, and a call for the step and error of a failed save, which the coordinator makes."""
+        self._comm, self._give_up = comm, give_up
         self.doubtful: set[int] = set()
         self.last_saved: int | None = None
         self._saves: list[tuple[int, SaveHandle]] = []
@@ -148,10 +148,27 @@ class PendingSteps:
         if failed:
             # It has ended on one rank, so it soon will on the others.
             try:
-                self._comm.together(lambda: (None, _raise([*failed.values()])), f"{context}: an earlier save failed")
+                self._comm.together(lambda: (None, self._raise(failed)), f"{context}: an earlier save failed")
             except NotDurableError:
                 self.doubtful |= failed.keys()
                 raise
+
+    def _raise(self, failed: Mapping[int, SaveHandle]) -> bytes:
+        errors = []
+        for step, handle in failed.items():
+            handle.wait()
+            if handle.error is not None and self._comm.position == 0:
+                self._give_up(step, handle.error)
+            if handle.error is not None and not handle.seen:
+                try:
+                    handle.result()
+                except CheckpointError as error:
+                    errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise CheckpointError("; ".join(map(str, errors)))
+        return b""
 
 
 def _state(handle: SaveHandle) -> int:
@@ -160,24 +177,6 @@ def _state(handle: SaveHandle) -> int:
     if handle.error is None:
         return _COMMITTED
     return (_RAISED if handle.seen else _FAILED) + (_DOUBTFUL if isinstance(handle.error, NotDurableError) else 0)
-
-
-def _raise(handles: Sequence[SaveHandle]) -> bytes:
-    errors = []
-    for handle in handles:
-        handle.wait()
-        if handle.error is not None and not handle.seen:
-            with contextlib.suppress(OSError, CheckpointError):  # its files are gone; an empty directory says nothing
-                open_backend(handle.path).remove_directory()
-            try:
-                handle.result()
-            except CheckpointError as error:
-                errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise CheckpointError("; ".join(map(str, errors)))
-    return b""
 
 
 class FollowUp:

@@ -18,6 +18,7 @@ from paddle_flexckpt.catalog import (
     UnreadableCheckpointError,
     ValidationError,
 )
+from paddle_flexckpt.catalog.errors import TakenError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.manager.anchor import ANCHOR, AnchorFile
@@ -315,10 +316,11 @@ class StepDirectories:
         self._write_beside(step, page_of(step), content)
         self._root.sync()
 
-    def give_up(self, step: int) -> None:
-        """Remove the directory of a save that failed; the coordinator has removed the files of all ranks there."""
-        with contextlib.suppress(OSError):
-            self.directory(step).remove_directory()
+    def give_up(self, step: int, error: CheckpointError) -> None:
+        """Remove the directory of a save that failed, if it is empty and not another save's. The error tells that."""
+        if not isinstance(error, TakenError):
+            with contextlib.suppress(OSError, CheckpointError):  # an empty directory does no harm
+                self.directory(step).remove_directory()
 
     def retain(
         self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int], doubtful: Collection[int] = ()

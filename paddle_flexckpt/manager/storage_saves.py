@@ -69,7 +69,8 @@ class StorageSaves:
         except CheckpointError as error:
             if isinstance(error, NotDurableError):
                 self._pending.doubtful.add(asked.step)
-            self._steps.give_up(asked.step)
+            if self._comm.position == 0:
+                self._steps.give_up(asked.step, error)
             if is_full(error) and own.keep and not isinstance(error, LostRankError):
                 raise CheckpointError(explain_full(error, self._make_room())) from None
             raise

@@ -329,7 +329,7 @@ class LeaseLocks(Locks):
         return True
 
     def _busy(self, other: Claim | None) -> CheckpointError:
-        return TakenError(self._backend.path, other)
+        return TakenError.of(self._backend.path, other)
 
     def adopt(self, token: dict[str, Any], descriptor: int | None) -> SaveLock:
         """Renew the lease that another process holds and hands over, from now on also from here."""

@@ -91,9 +91,9 @@ class DirectoryLock(Flock, SaveLock):
                 if error.errno not in _TAKEN:
                     raise
             if cls.is_taken(path):
-                raise TakenError(path)
+                raise TakenError.of(path)
         else:
-            raise TakenError(path)
+            raise TakenError.of(path)
         lock = cls(descriptor)
         if not lock.is_of(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

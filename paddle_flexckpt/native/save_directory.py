@@ -86,7 +86,7 @@ class SaveDirectory(CheckpointDirectory):
                     raise
             except TakenError as error:
                 holder = self._last_begun()
-                raise TakenError(self.path, holder) if holder else error from None
+                raise TakenError.of(self.path, holder) if holder else error from None
         raise self._always_removed()
 
     def _last_begun(self) -> str:

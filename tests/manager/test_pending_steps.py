@@ -16,8 +16,6 @@ from paddle_flexckpt.testing.simulated import SimulatedWorld
 class Save:
     """A save in the background, as one rank sees it."""
 
-    path = "memory://a-step"
-
     def __init__(self) -> None:
         self._over = threading.Event()
         self.error: CheckpointError | None = None
@@ -89,6 +87,20 @@ def test_failures_of_several_saves_are_told_together():
     seen, _ = run((3, [Save().end("first"), Save().end("first")]), (4, [Save().end("second"), Save().end("second")]))
     assert seen[0].count("first") == seen[0].count("second") == 1
     assert seen[1:] == [[], None, []]
+
+
+def test_the_coordinator_alone_gives_up_the_directory_of_a_save_that_failed():
+    given_up = []
+
+    def job(comm):
+        pending = PendingSteps(comm, lambda step, error: given_up.append((comm.position, step, str(error))))
+        pending.add(3, Save().end("disk full"))
+        pending.add(4, Save().end())
+        with pytest.raises(CheckpointError, match="disk full"):
+            pending.collect("cannot go on")
+
+    SimulatedWorld(2).run(job)
+    assert given_up == [(0, 3, "disk full")]
 
 
 def test_a_failure_that_was_told_already_is_not_told_again():

@@ -332,6 +332,18 @@ def test_a_save_that_is_under_way_is_not_dead(tmp_path):
     assert tree(tmp_path) == sorted(before + all_files_of(2, 3))
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_directory_of_another_save_stays_while_it_is_empty(tmp_path, blocking):
+    """A save has made it, has the lock, and has written nothing yet."""
+    manager = run_of(tmp_path, 1)
+    lock = open_to_save(directory_of(tmp_path, 7)).lock()
+    with pytest.raises(fc.CheckpointError, match="another save is writing to"):
+        save(manager, 7, blocking=blocking)
+        manager.wait()
+    assert os.listdir(directory_of(tmp_path, 7)) == []
+    lock.release()
+
+
 def test_files_of_unknown_origin_stay(tmp_path):
     manager = run_of(tmp_path, 1, 2)
     (directory_of(tmp_path, 1) / "0.manifest").unlink()
