@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_flexckpt.native.directory import CheckpointInfo
-from paddle_flexckpt.native.unfinished import CleanedDirectory, UnfinishedSave
+from paddle_flexckpt.native.unfinished import CleanedDirectory, LostManifest, UnfinishedSave
 from paddle_flexckpt.report import Report, VerifyReport
 from paddle_flexckpt.rollout.segment import SegmentFile
 from paddle_flexckpt.tools.memory_runs import MemoryRun
@@ -159,11 +159,13 @@ class ListReport(Report):
         root: The directory.
         checkpoints: The checkpoints, in the order of their steps.
         unfinished: The saves that have begun and are not complete.
+        lost: The manifests that are gone.
     """
 
     root: str
     checkpoints: list[ListedCheckpoint]
     unfinished: list[UnfinishedSave]
+    lost: list[LostManifest]
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ class CleanReport(Report):
         freed: The directories of those runs, and the segments, that were removed; none without ``--remove``.
         chosen: The checkpoint that was chosen, with ``--id`` or ``--step``.
         removed: The names of its files that were removed; none without ``--remove``.
+        lost: The manifests that are gone; none with ``--id`` or ``--step``.
     """
 
     root: str
@@ -206,6 +209,7 @@ class CleanReport(Report):
     freed: list[str] = field(default_factory=list)
     chosen: CheckpointInfo | None = None
     removed: list[str] = field(default_factory=list)
+    lost: list[LostManifest] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.native.save_names import lost_ids
-from paddle_flexckpt.native.unfinished import UnfinishedSave, clean_up, unfinished_in, walk
+from paddle_flexckpt.native.unfinished import LostManifest, UnfinishedSave, clean_up, unfinished_in, walk
 from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.rollout.segment import SegmentFile, find_segments
 from paddle_flexckpt.tools.memory_runs import MemoryRun, find_runs, remove_unheld
@@ -93,7 +93,7 @@ def _list(options: argparse.Namespace) -> Outcome:
     backend = open_backend(options.root)
     _check_exists(backend)
     found = _checkpoints(backend)
-    unfinished, lost = find_unfinished(backend), _lost_lines(backend)
+    unfinished, lost = find_unfinished(backend), _find_lost(backend)
     if not found and not unfinished and not lost:
         raise ValidationError(
             [f"there are no checkpoints in {backend.path} and below. Remedy (FC301): correct the path"]
@@ -111,7 +111,7 @@ def _list(options: argparse.Namespace) -> Outcome:
             )
             for info, record in zip(found, records)
         ]
-        text = ListReport(backend.path, listed, unfinished).to_json()
+        text = ListReport(backend.path, listed, unfinished, lost).to_json()
     else:
         now = time.time()
         lines = [("step", "id", "age", "bytes", "ranks", "complete", "run", "metrics", "path")]
@@ -131,19 +131,22 @@ def _list(options: argparse.Namespace) -> Outcome:
                 )
             )
         shown = table(lines, right=(0, 1, 2, 3, 4)) if found else []
-        text = "\n".join([*shown, *lost, *unfinished_lines(options.root, unfinished)])
+        text = "\n".join([*shown, *map(_lost_line, lost), *unfinished_lines(options.root, unfinished)])
     is_whole = found and not lost and all(info.complete for info in found) and is_all_running(unfinished)
     return Outcome(text, int(not is_whole))
 
 
-def _lost_lines(backend: Backend) -> list[str]:
-    """Return a line for each checkpoint, in a directory and below, that was committed and whose manifest is gone."""
-    return [
-        f"manifest lost: {each.path}, id {unique_id}: restore {each.where(f'{unique_id}.manifest')} from a copy, or "
-        f"`flexckpt repair {each.path} --id {unique_id}`"
-        for each in walk(backend)
-        for unique_id in lost_ids(each.names())
-    ]
+def _find_lost(backend: Backend) -> list[LostManifest]:
+    """Return the checkpoints, in a directory and below, that were committed and whose manifest is gone."""
+    return [LostManifest(each.path, unique_id) for each in walk(backend) for unique_id in lost_ids(each.names())]
+
+
+def _lost_line(lost: LostManifest) -> str:
+    path, unique_id = lost.path, lost.unique_id
+    return (
+        f"manifest lost: {path}, id {unique_id}: restore {open_backend(path).where(f'{unique_id}.manifest')} from a "
+        f"copy, or `flexckpt repair {path} --id {unique_id}`"
+    )
 
 
 def _check_exists(backend: Backend) -> None:
@@ -213,18 +216,19 @@ def _clean(options: argparse.Namespace) -> Outcome:
         for each, saves in directories
         if saves and options.remove
     ]
+    lost = _find_lost(backend)
     if options.json:
         from paddle_flexckpt.cli.outputs import CleanReport
 
         return Outcome(
-            CleanReport(backend.path, unfinished, cleaned, runs, segments, freed).to_json(),
+            CleanReport(backend.path, unfinished, cleaned, runs, segments, freed, lost=lost).to_json(),
             int(any(each.kept for each in cleaned)),
         )
-    lost = _lost_lines(backend)
+    lost_lines = [*map(_lost_line, lost)]
     if not unfinished and not runs and not segments:
-        return Outcome("\n".join([f"there is no unfinished save in {backend.path} and below", *lost]))
+        return Outcome("\n".join([f"there is no unfinished save in {backend.path} and below", *lost_lines]))
     memory: list[MemoryRun | SegmentFile] = [*runs, *segments]
-    lines = [*lost, *(_memory_line(each, each.path in freed) for each in memory)]
+    lines = [*lost_lines, *(_memory_line(each, each.path in freed) for each in memory)]
     lines += map(_unfinished_line, unfinished)
     for each in cleaned:
         text = f"{each.path}: {len(each.removed)} files removed" + ", and the directory" * each.directory_removed

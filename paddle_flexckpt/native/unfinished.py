@@ -1,4 +1,4 @@
-"""Saves that have begun and have no manifest: they are running, or they died.
+"""Saves that have no manifest: they are running, or they died; or they were committed, and the manifest is lost.
 
 Tested in tests/native/test_unfinished.py.
 """
@@ -39,6 +39,19 @@ class UnfinishedSave:
     bytes: int
     prepared: bool
     running: bool | None = None
+
+
+@dataclass(frozen=True)
+class LostManifest:
+    """A manifest that is gone, of a checkpoint that was committed and whose data files are there.
+
+    Attributes:
+        path: The checkpoint's directory.
+        unique_id: Its id.
+    """
+
+    path: str
+    unique_id: int
 
 
 @dataclass(frozen=True)

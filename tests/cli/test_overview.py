@@ -97,9 +97,13 @@ def test_ls_and_clean_show_a_checkpoint_whose_manifest_is_lost(tmp_path, capsys)
         assert line in capsys.readouterr().out.splitlines()
         assert main(["clean", str(root), "--remove"]) == 0
         assert line in capsys.readouterr().out.splitlines()
+        for command, code in (("ls", 1), ("clean", 0)):
+            told = json.loads("\n".join(printed(capsys, command, str(root), "--json", code=code)))
+            assert told["lost"] == [{"path": str(path), "unique_id": 0}]
     assert main(["repair", str(path), "--id", "0"]) == 0
-    assert main(["ls", str(path)]) == 0
-    assert "lost" not in capsys.readouterr().out
+    capsys.readouterr()
+    assert "lost: " not in "".join(printed(capsys, "ls", str(path)))
+    assert json.loads("\n".join(printed(capsys, "ls", str(path), "--json")))["lost"] == []
 
 
 def test_ls_takes_the_age_of_a_checkpoint_without_a_record_from_its_manifest(tmp_path, capsys):
