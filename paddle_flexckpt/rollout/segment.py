@@ -155,6 +155,8 @@ class SegmentDirectory:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             hold(descriptor)
+            if not _is_at(descriptor, path):  # it was removed before it was held; other writers make another
+                return self._create(path, nbytes)
             # A write to a page that shared memory has no room for would end the process.
             os.posix_fallocate(descriptor, 0, nbytes)
             return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
@@ -246,8 +248,18 @@ def find_segments(directory: str, remove: bool = False) -> list[SegmentFile]:
             held = True
         finally:
             found.append(SegmentFile(path, os.fstat(descriptor).st_size, held))
+            # Closing alone is not enough: a process that was forked meanwhile has the descriptor, too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
     return found
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Return whether a file still has this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def hold(descriptor: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from dataclasses import replace
 
@@ -9,7 +10,15 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.rollout.segment import LocalSink, Region, SegmentDirectory, SegmentNames, bytes_region
+from paddle_flexckpt.rollout import segment
+from paddle_flexckpt.rollout.segment import (
+    LocalSink,
+    Region,
+    SegmentDirectory,
+    SegmentNames,
+    bytes_region,
+    find_segments,
+)
 
 FIRST = SegmentNames("c", "aa", "", (), 4096, True)
 
@@ -69,3 +78,36 @@ def test_a_full_memory_is_an_error_with_figures_and_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=rf"{size} bytes of shared memory are needed, and \d+ are free.*FC402"):
         SegmentDirectory(str(tmp_path)).open(replace(FIRST, nbytes=size))
     assert os.listdir(tmp_path) == []
+
+
+def test_a_segment_that_is_cleaned_before_it_is_held_is_made_again(tmp_path, monkeypatch):
+    """Its writer would otherwise fill a file without a name, and the next one another file."""
+    hold, cleaned = segment.hold, []
+
+    def late(descriptor):
+        if not cleaned:
+            cleaned.extend(find_segments(str(tmp_path), remove=True))
+        hold(descriptor)
+
+    monkeypatch.setattr(segment, "hold", late)
+    SegmentDirectory(str(tmp_path)).open(FIRST)[0] = 7
+    assert [each.held for each in cleaned] == [False]
+    assert SegmentDirectory(str(tmp_path)).open(replace(FIRST, leads=False))[0] == 7
+
+
+def test_a_process_that_is_forked_during_a_search_keeps_no_lock(tmp_path, monkeypatch):
+    path, flock, copies = tmp_path / "flexckpt-c-aa.safetensors", fcntl.flock, []
+    path.write_bytes(b"1")
+
+    def fork(descriptor, operation):
+        flock(descriptor, operation)
+        if operation & fcntl.LOCK_EX:
+            copies.append(os.dup(descriptor))
+
+    monkeypatch.setattr(fcntl, "flock", fork)
+    find_segments(str(tmp_path))
+    monkeypatch.undo()
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    for each in copies:
+        os.close(each)
