@@ -101,8 +101,11 @@ class WeightChannel:
             process_group: The ranks that take part; all ranks of the job by default.
             **options: Like all other arguments, of :class:`ChannelOptions`.
         """
-        self._urls, self._group = [url] if isinstance(url, str) else list(url), process_group
-        if len(set(self._urls)) != max(len(self._urls), 1):
+        self._urls = [each.rstrip("/") for each in ([url] if isinstance(url, str) else url)]
+        self._group = process_group
+        if not self._urls:
+            raise ValidationError([f"url={url!r}: give the URL of an engine. Remedy (FC101): correct the list"])
+        if len(set(self._urls)) != len(self._urls):
             raise ValidationError([f"url={url!r}: give each engine's URL once. Remedy (FC101): correct the list"])
         self._url = ", ".join(self._urls)
         self._options = ChannelOptions(kind=kind, **options)

@@ -196,10 +196,15 @@ def test_several_engines_get_each_version(stub, tmp_path):
                 os.unlink(f"/dev/shm/{name}")
 
 
-@pytest.mark.parametrize("urls", [[], ["http://a", "http://a"]])
+@pytest.mark.parametrize("urls", [["http://a", "http://a"], ["http://a", "http://a/"]])
 def test_each_engine_is_named_once(urls):
     with pytest.raises(fc.ValidationError, match=r"give each engine's URL once. Remedy \(FC101\)"):
         fc.WeightChannel(urls)
+
+
+def test_an_empty_list_of_engines_is_refused():
+    with pytest.raises(fc.ValidationError, match=r"url=\[\]: give the URL of an engine. Remedy \(FC101\)"):
+        fc.WeightChannel([])
 
 
 def test_requests_under_way_end_well(stub):
