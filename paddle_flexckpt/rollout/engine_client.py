@@ -17,10 +17,12 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
 
-PROTOCOL = 1
+PROTOCOL = 2
 TIMEOUT_SECONDS = 600.0
 # An owner that calls nothing for so long counts as dead. One that lives asks again after half of it.
 SILENCE_SECONDS = 10.0
+# How long an owner that ends waits for an answer: one that is silent is overtaken anyway.
+RELEASE_SECONDS = 5.0
 
 
 class OvertakenError(CheckpointError):
@@ -38,6 +40,7 @@ class EngineClient:
     def __init__(self, url: str, timeout: float = TIMEOUT_SECONDS) -> None:
         """Take the server's URL, and the seconds that a call may take. Nothing is sent yet."""
         self.url, self.owner, self._timeout, self._heard = url.rstrip("/"), "", timeout, 0.0
+        self._fits = False  # the extension has our protocol
         # A proxy of the environment is for the world outside; engines are within the cluster.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -45,12 +48,15 @@ class EngineClient:
         """Call a method of the extension on all workers; return their answers, by rank.
 
         Raises:
-            EngineError: The engine cannot be reached, or its workers have no such method.
+            EngineError: The engine cannot be reached, or its workers have no such method, or another protocol.
             OvertakenError: Another one than ``owner`` (by default this client's) owns the engine.
             EngineLostError: The answers are those of another call.
         """
-        begin, call, owner = time.monotonic(), secrets.token_hex(8), self.owner if owner is None else owner
-        named = {"call": call, "owner": owner} if owner else {"call": call}
+        named, owner = {"call": secrets.token_hex(8)}, self.owner if owner is None else owner
+        return self._ask(method, arguments, {**named, "owner": owner} if owner else named)
+
+    def _ask(self, method: str, arguments: Sequence[str], named: dict[str, str]) -> list[dict[str, Any]]:
+        begin = time.monotonic()
         # The engine gets no timeout: after one it would give late answers to later calls.
         results = self._request(
             "POST", "/collective_rpc", {"method": method, "args": list(arguments), "kwargs": named}
@@ -59,7 +65,9 @@ class EngineClient:
             raise EngineError(f"{self.url}: {method} has answered {results!r}, and not an object for each worker")
         if not all(isinstance(each.get("ok"), bool) for each in results):
             raise EngineError(f"{self.url}: {method} has answered {results!r}: that is no answer of our extension")
-        if any(each.get("call") != call for each in results):
+        if any("call" not in each for each in results):
+            raise self._misfit(results)
+        if any(each["call"] != named.get("call", "") for each in results):
             with contextlib.suppress(EngineError):
                 self._request("POST", "/pause?mode=keep")
             raise lost(self.url, f"{method} was given the answers of another call, so the engine has lost count")
@@ -78,14 +86,12 @@ class EngineClient:
             EngineError: The engine cannot be reached, or its workers have not our extension, or another version of it.
             EngineLostError: A worker demands that the engine be started again.
         """
-        states = self.workers("flex_status", *directory, owner="")
+        # The workers of protocol 1 take no named arguments: they raise, and the engine loses count.
+        states = self._ask("flex_status", directory, {"call": secrets.token_hex(8)} if self._fits else {})
         refuse(self.url, "flex_status", states)
-        protocols = sorted({str(each.get("protocol")) for each in states})
-        if protocols != [str(PROTOCOL)]:
-            raise EngineError(
-                f"{self.url}: the engine's extension has protocol {', '.join(protocols)}, and this library {PROTOCOL}. "
-                "Remedy (FC952): install the same version of paddle_flexckpt in both environments"
-            )
+        self._fits = all(each.get("protocol") == PROTOCOL for each in states)
+        if not self._fits:
+            raise self._misfit(states)
         if any(each.get("data_parallel_size", 1) != 1 for each in states):
             raise EngineError(
                 f"{self.url}: the server has several data-parallel engines, and passes on the answers of the first "
@@ -95,6 +101,13 @@ class EngineClient:
             raise lost(self.url, "an earlier update could neither be finished nor undone")
         return states
 
+    def _misfit(self, answers: Sequence[dict[str, Any]]) -> EngineError:
+        protocols = sorted({str(each.get("protocol", 1)) for each in answers})
+        return EngineError(
+            f"{self.url}: the engine's extension has protocol {', '.join(protocols)}, and this library {PROTOCOL}. "
+            "Remedy (FC952): install the same version of paddle_flexckpt in both environments"
+        )
+
     def begin(self, owner: str, before: str) -> None:
         """Own the engine under a name, in place of another owner: the workers refuse that one's calls from now on.
 
@@ -103,6 +116,17 @@ class EngineClient:
         """
         self.owner = owner
         self.workers("flex_begin", owner, owner=before)
+
+    def keep(self) -> None:
+        """Tell the workers that their owner lives, if they have not heard of it for some time."""
+        if self.owner and time.monotonic() - self._heard > SILENCE_SECONDS / 2:
+            self.begin(self.owner, self.owner)
+
+    def release(self) -> None:
+        """Own the engine no more. An engine that does not answer is not waited for long."""
+        owner, self.owner = self.owner, ""
+        if owner:
+            EngineClient(self.url, min(self._timeout, RELEASE_SECONDS)).begin("", owner)
 
     def pause(self) -> None:
         """Have the engine stop computing; requests under way stay, and go on when it resumes."""
@@ -124,8 +148,7 @@ class EngineClient:
 
     def _change(self, route: str, body: Any = None) -> dict[str, Any]:
         """Call a route that asks for no owner; if this client has slept, it asks first whether it still is."""
-        if self.owner and time.monotonic() - self._heard > SILENCE_SECONDS / 2:
-            self.begin(self.owner, self.owner)
+        self.keep()
         return self._request("POST", route, body)
 
     def _request(self, method: str, route: str, body: Any = None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
@@ -32,6 +32,8 @@ BASE_LABEL = "default"
 ACCEPTS = 3
 # How long a switch waits for another one that lives.
 PATIENCE_SECONDS = 600.0
+# How often a switch that awaits some engines looks whether the others hear of it.
+KEEP_SECONDS = engine_client.SILENCE_SECONDS / 4
 
 
 def switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str, Any]:
@@ -55,8 +57,10 @@ def switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str
         OvertakenError: Another switch owns one of them now, and has it serve one version.
     """
     try:
-        for engine in engines:
-            _own(engine)
+        # All switches have one order, or each of two would wait for the other.
+        ordered = sorted(engines, key=lambda engine: engine.url)
+        for number, engine in enumerate(ordered):
+            _each([engine], _own, ordered[:number])
         return _switch(engines, version, path)
     except OvertakenError:
         with contextlib.suppress(CheckpointError):
@@ -64,13 +68,23 @@ def switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str
         raise
     finally:
         with contextlib.suppress(CheckpointError):
-            _each(engines, lambda engine: engine.begin("", engine.owner))
+            _each(engines, EngineClient.release)
 
 
-def _each(engines: Sequence[EngineClient], step: Callable[[EngineClient], Result]) -> list[Result]:
-    """Do a step on all engines at once; raise the worst of their errors when all have ended."""
+def _each(
+    engines: Sequence[EngineClient], step: Callable[[EngineClient], Result], owned: Sequence[EngineClient] = ()
+) -> list[Result]:
+    """Do a step on all engines at once; raise the worst of their errors when all have ended.
+
+    While some are awaited, the others that are owned, here and in ``owned``, do not fall silent.
+    """
     with ThreadPoolExecutor(len(engines)) as pool:
-        steps = [pool.submit(step, engine) for engine in engines]
+        steps = {pool.submit(step, engine): engine for engine in engines}
+        while wait(steps, KEEP_SECONDS).not_done:
+            ended = [*owned, *(engine for each, engine in steps.items() if each.done() and not each.exception())]
+            if ended:
+                with contextlib.suppress(CheckpointError):  # the engine's next step meets it again
+                    _each(ended, EngineClient.keep)
     errors = [error for error in (each.exception() for each in steps) if error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, (OvertakenError, EngineLostError)), reverse=True):
         raise error

@@ -51,8 +51,43 @@ def test_an_answer_of_something_else_is_no_answer(stub, monkeypatch, answer):
 
 def test_another_version_of_the_extension(stub, monkeypatch):
     monkeypatch.setattr("paddle_flexckpt.rollout.engine_worker.PROTOCOL", 7)
-    with pytest.raises(EngineError, match=r"has protocol 7, and this library 1.*install the same version"):
+    with pytest.raises(EngineError, match=r"has protocol 7, and this library 2.*install the same version"):
         EngineClient(stub.url).status()
+
+
+def test_an_older_extension_is_told_apart_by_a_call_that_it_takes(stub, monkeypatch):
+    """It knows no named arguments: a call with some would raise on its workers, and the engine would lose count."""
+    reply, client = stub._post_collective_rpc, EngineClient(stub.url)
+
+    def old(query, body):
+        assert not body.get("kwargs")
+        status, answer = reply(query, body)
+        for each in answer["results"]:
+            del each["call"], each["owner"], each["silent"]
+            each["protocol"] = 1
+        return status, answer
+
+    monkeypatch.setattr(stub, "_post_collective_rpc", old)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"has protocol 1, and this library 2.*FC952\): install the same version"):
+            client.status()
+    assert stub.paused is None
+
+
+def test_answers_that_name_no_call_are_of_another_protocol(stub, monkeypatch):
+    client, reply = EngineClient(stub.url), stub._post_collective_rpc
+
+    def nameless(query, body):
+        status, answer = reply(query, body)
+        for each in answer["results"]:
+            del each["call"]
+        return status, answer
+
+    client.status()
+    monkeypatch.setattr(stub, "_post_collective_rpc", nameless)
+    with pytest.raises(EngineError, match=r"has protocol 1, and this library 2.*FC952\): install the same"):
+        client.workers("flex_discard")
+    assert stub.paused is None
 
 
 def test_data_parallel_engines_are_refused(stub, monkeypatch):

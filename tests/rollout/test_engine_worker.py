@@ -213,7 +213,7 @@ def test_a_model_without_safetensors_files_is_refused(tmp_path: Path) -> None:
 def test_status_names_the_process_and_the_place(ranks: Ranks) -> None:
     status = ranks.call("status", str(ranks.path))
     assert {each["place"] for each in status} == {place_of_directory(str(ranks.path))} != {place_of_directory("/")}
-    assert {each["protocol"] for each in status} == {1}
+    assert {each["protocol"] for each in status} == {2}
 
 
 def digests(version: str, arrays: dict[str, np.ndarray]) -> str:

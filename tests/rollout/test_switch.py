@@ -233,7 +233,43 @@ def test_a_switch_of_several_engines_that_is_overtaken_on_one(stubs, tmp_path, i
     assert [each.paused for each in stubs] == [None, None]
 
 
+def test_engines_are_owned_in_one_order_by_all_switches(stubs, tmp_path):
+    """Otherwise each of two would own one engine, and wait for the other."""
+    clients, order = [EngineClient(each.url) for each in stubs], []
+    for version, engines in (("1", clients), ("2", clients[::-1])):
+        for each in stubs:
+            each.faults["flex_begin"] = [lambda url=each.url: order.append(url)]
+        switch(engines, version, path(tmp_path, int(version)))
+    assert order == sorted(each.url for each in stubs) * 2
+
+
+@pytest.mark.parametrize("call", ["flex_status", "flex_stage"])
+def test_engines_that_have_answered_stay_owned_while_another_is_awaited(stubs, tmp_path, monkeypatch, call):
+    monkeypatch.setattr(engine_client, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr("paddle_flexckpt.rollout.switch.KEEP_SECONDS", 0.05)
+    (fast, slow), renewed, kept = sorted(stubs, key=lambda each: each.url), threading.Event(), []
+
+    def hold():
+        fast.faults["flex_begin"] = [renewed.set]
+        kept.append(renewed.wait(10))
+
+    slow.faults[call] = [hold]
+    switch([EngineClient(each.url) for each in stubs], "1", path(tmp_path, 1))
+    assert kept == [True]
+    assert all(each.holds(weights(1)) for each in stubs)
+
+
 # -- two switches at once ----------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_does_not_answer_is_not_waited_for_to_be_released(stub, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_client, "RELEASE_SECONDS", 0.1, raising=False)
+    held, waited = threading.Event(), []
+    stub.faults["flex_begin"] = [lambda: None, lambda: waited.append(held.wait(10))]
+    switch([EngineClient(stub.url)], "1", path(tmp_path, 1))
+    assert waited == []
+    held.set()
+    assert stub.holds(weights(1))
 
 
 @pytest.mark.parametrize("fails", [False, True])
