@@ -54,13 +54,16 @@ def identify_run(
         run = run or (secrets.token_hex(8) if its is None else its)
         others = [each for each, its in known.items() if its != run and each != restored and (its or each > step)]
     if others:
-        listed = ", ".join(map(str, others[:_MOST_NAMED])) + f", ... {others[-1]}" * (len(others) > _MOST_NAMED)
+        listed = ", ".join(map(str, others[:_MOST_NAMED]))
+        if len(others) > _MOST_NAMED:
+            names = ", ".join(sorted({known.get(each) or "-" for each in others}))
+            listed += f", ... {others[-1]} (all that flexckpt ls shows as of run {names})"
         raise ValidationError(
             Problem(
                 f"{path} has steps of another run, which this run has not restored: {listed}. A root is for one run",
                 code="FC903",
-                remedy="give this run another directory, or move all of those steps to another directory; to go on "
-                "with that run, call restore() before the first save",
+                remedy="to keep this state, give this run another directory, or move all of those steps to another "
+                "directory; to go on from one of those steps instead of this state, call restore() before the training",
             )
         )
     return run
@@ -69,9 +72,10 @@ def identify_run(
 def of_one_run(path: str, order: Sequence[int], known: Identities) -> list[int]:
     """Return the steps of a fall-back's order that are of the run of the first one.
 
-    If that does not tell its run, it is the run of all others; where these are of several, none of them is taken.
+    If that does not tell its run, it is the run of all others that have one; where these are of several, none of them
+    is taken.
     """
-    runs = {*known.values()}
+    runs = {*known.values()} - {None} or {*known.values()}
     run = known[order[0]] if order and order[0] in known else next(iter(runs)) if len(runs) == 1 else ""
     taken = [step for step in order if known.get(step, run) == run or step == order[0]]
     if len(taken) < len(order):

@@ -15,6 +15,7 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager import KeepLatest
+from paddle_flexckpt.manager.identities import identify_run
 from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -45,7 +46,7 @@ def test_a_fresh_run_below_another_ones_steps_is_refused_before_anything_is_writ
     before = tree(old)
     manager = manager_of(old, keep=KeepLatest(1))
     for step in (1, 20, 3000):
-        with provoked("manager/identities.py", "give this run another directory, or move all of those steps") as caught:
+        with provoked("manager/identities.py", "give this run another directory, or move all") as caught:
             save(manager, step, 7, **options)
         said = f"{old!s} has steps of another run, which this run has not restored: 10, 1000, 2000. A root is for one"
         assert said in str(caught.value)
@@ -114,14 +115,43 @@ def test_what_a_run_began_from_is_left_alone(tmp_path):
         assert manager.all_steps() == [7, steps[-1]]
 
 
+def test_a_fall_back_goes_on_below_a_damaged_step_of_a_run_that_began_from_another_state(tmp_path):
+    state = {key: array.copy() for key, array in values(7).items()}
+    fc.save_state_dict(state, directory_of(tmp_path, 7), SoloCommunicator(), unique_id=0, step=7)
+    manager = manager_of(tmp_path)
+    restore(manager, schedule="ignore")
+    for step in (8, 9, 10):
+        save(manager, step)
+    path = directory_of(tmp_path, 10) / "0.manifest"
+    flip(path, path.stat().st_size - 1)
+    assert restore(manager_of(tmp_path), fallback=True)[:2] == (9, 9)
+    for step in (8, 9):
+        shutil.rmtree(directory_of(tmp_path, step))
+    assert restore(manager_of(tmp_path), fallback=True, schedule="ignore")[:2] == (7, 7)
+
+
+def test_steps_of_another_run_that_are_too_many_to_list_are_told_by_its_name():
+    steps = range(1, 301)
+    known = {step: "ab" if step % 2 else "cd" for step in steps}
+    with pytest.raises(fc.ValidationError) as caught:
+        identify_run("root", steps, known, 301, 1, "")
+    said = str(caught.value)
+    assert ", 198, 200, ... 300 (all that flexckpt ls shows as of run cd). " in said and "202" not in said
+    with pytest.raises(fc.ValidationError, match=r": 1, 2, 3\. "):
+        identify_run("root", (1, 2, 3), {1: None, 3: "cd"}, 4, None, "")
+    with pytest.raises(fc.ValidationError, match=r"\(all that flexckpt ls shows as of run -, ab, cd\)"):
+        identify_run("root", steps, {**known, 300: None}, 301, None, "")
+
+
 def test_the_ways_out_lose_nothing(old, tmp_path):
     manager = manager_of(old)
-    with provoked("manager/identities.py", "give this run another directory, or move all of those steps"):
+    with provoked("manager/identities.py", "to keep this state, give this run another directory, or move all"):
         save(manager, 20, 7)
     other = manager_of(tmp_path / "other")
     save(other, 20, 7)
     assert (restore(other)[:2], restore(manager_of(old))[:2]) == ((20, 7), (2000, 2000))
-    with provoked("manager/identities.py", "call restore() before the first save"):
+    words = "to go on from one of those steps instead of this state, call restore() before the training"
+    with provoked("manager/identities.py", words):
         save(manager_of(old), 20, 7)
     assert restore(manager)[:2] == (2000, 2000)
     save(manager, 1500)
