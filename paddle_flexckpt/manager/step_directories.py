@@ -406,14 +406,15 @@ def _identities(known: Mapping[int, _CachedStep]) -> dict[int, str | None]:
     return {step: each.record.run if each.record else None for step, each in known.items() if not each.problem}
 
 
-def explain_full(error: CheckpointError, removed: Sequence[int]) -> str:
-    """Return the text of an error of a full disk, after which some steps that need not be kept were removed."""
+def explain_full(error: CheckpointError, removed: Sequence[int], problem: str) -> str:
+    """Return the text of an error of a full disk, after which some steps were removed, or there was a problem."""
     if removed:
-        steps = ", ".join(map(str, removed))
-        return f"{error}. Steps {steps}, which need not be kept, were removed to make room. Remedy (FC402): save again"
+        steps = ", ".join(f"step {step}" for step in removed)
+        return f"{error}. To make room, what need not be kept was removed: {steps}. Remedy (FC402): save again"
+    why = f"removing now what need not be kept has failed: {problem}" if problem else "there is nothing to remove yet"
     return (
         f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to be room for "
-        "one more than is kept, and there is nothing to remove yet. Remedy (FC402): make room; or, if more than one "
+        f"one more than is kept, and {why}. Remedy (FC402): make room; or, if more than one "
         "step is kept, keep fewer, and save twice: the first removes the others even if it fails"
     )
 

@@ -5,7 +5,6 @@ Tested in tests/manager/test_manager.py and tests/manager/test_step_directories.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -72,25 +71,32 @@ class StorageSaves:
             if self._comm.position == 0:
                 self._steps.give_up(asked.step, error)
             if is_full(error) and own.keep and not isinstance(error, LostRankError):
-                raise CheckpointError(explain_full(error, self._make_room())) from None
+                raise CheckpointError(explain_full(error, *self._make_room())) from None
             raise
 
-    def _make_room(self) -> list[int]:
-        """Remove what need not be kept, and return the steps that are gone. One collective.
+    def _make_room(self) -> tuple[list[int], str]:
+        """Remove what need not be kept; return the steps that are gone, and what failed. One collective.
 
         Retention usually follows a successful save, for which there might never be room without it.
         """
 
         def remove() -> tuple[None, bytes]:
-            before = set(self._steps.steps()) if self._comm.position == 0 else set()
+            before: list[int] = []
+            after, problem = before, ""
             if self._comm.position == 0:
-                with contextlib.suppress(CheckpointError, OSError):  # they must not hide the error of the save
-                    self._follow_up.retain()
-                before -= set(self._steps.steps())
-            return None, json.dumps(sorted(before)).encode()
+                try:
+                    before = after = self._steps.steps()
+                    try:
+                        self._follow_up.retain()
+                    finally:
+                        after = self._steps.steps()
+                except (CheckpointError, OSError) as error:  # it must not hide the error of the save
+                    problem = str(error)
+            return None, json.dumps([sorted({*before} - {*after}), problem]).encode()
 
         _, answers = self._comm.together(remove, f"cannot make room in {self._steps.path!r}")
-        return list(json.loads(answers[0]))
+        removed, problem = json.loads(answers[0])
+        return removed, problem
 
     def follow_up(
         self,

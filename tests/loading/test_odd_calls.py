@@ -12,6 +12,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.loading.merged import load_merged_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
+from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.run_state import load_extra_state
@@ -135,6 +136,24 @@ def test_a_failed_save_leaves_no_directory_and_says_what_retention_needs(tmp_pat
         assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
         manager.save(3, state=state(3), rng=False)
         assert manager.all_steps() == [2, 3]
+
+
+@pytest.mark.parametrize("failing", ["steps", "retain"])
+def test_a_full_disk_is_named_even_if_nothing_can_be_removed(tmp_path, monkeypatch, failing):
+    def refuse(*_):
+        raise OSError(errno.EIO, "no answer")
+
+    with CheckpointManager(tmp_path, keep=KeepLatest(1), process_group=SOLO, preemption_signals=()) as manager:
+        manager.save(1, state=state(1), rng=False)
+        with monkeypatch.context() as patched:
+            full(patched)
+            patched.setattr(StepDirectories, failing, refuse)
+            said = "No space left.* removing now what need not be kept has failed: .*no answer. Remedy .FC402.: make room"
+            with pytest.raises(fc.CheckpointError, match=said) as caught:
+                manager.save(2, state=state(2), rng=False)
+            assert "nothing to remove" not in str(caught.value)
+        manager.save(2, state=state(2), rng=False)
+        assert manager.all_steps() == [2]
 
 
 def test_a_refusal_of_the_storage_is_an_error_of_the_library(tmp_path, monkeypatch):
