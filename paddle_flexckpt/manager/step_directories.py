@@ -139,14 +139,17 @@ class StepDirectories:
         return records, {step: each.problem for step, each in known.items() if each.problem}
 
     def _look_at(self, steps: Sequence[int]) -> dict[int, _CachedStep]:
-        known: dict[int, _CachedStep] = {}
-        for step in steps:
+        def look(step: int) -> _CachedStep | None:
             try:
-                known[step] = self._look(step)
+                return self._look(step)
             except FileNotFoundError:
-                continue  # it has just been removed
+                return None  # it has just been removed
             except OSError as error:
-                known[step] = _CachedStep("", None, f"{_UNREADABLE}: {type(error).__name__}: {error}")
+                return _CachedStep("", None, f"{_UNREADABLE}: {type(error).__name__}: {error}")
+
+        found = zip(steps, map_files(self._root, look, steps))
+        known = {step: each for step, each in found if each is not None}
+        self._cache.update(known)
         return known
 
     def _look(self, step: int) -> _CachedStep:
@@ -210,8 +213,8 @@ class StepDirectories:
             order = [step for step in reversed(steps) if step <= which and (fallback or step == which)]
         else:
             raise ValidationError(
-                f"there is no complete checkpoint of step {which} in {self.path}; there are {steps}"
-                f"{_unfinished(begun)}. Remedy (FC303): restore one of these"
+                f"there is no complete checkpoint of step {which} in {self.path}; there are "
+                f"{sorted({*steps, *in_memory})}{_unfinished(begun)}. Remedy (FC303): restore one of these"
             )
         if not fallback:
             return order[:1], damaged
@@ -255,7 +258,6 @@ class StepDirectories:
                 "a restore of the latest takes them, not this step. Remedy (FC903): move those steps to another "
                 "directory; or continue in another root, with a manager of its own"
             )
-        self._cache.update(known)
         self.anchor.begin(found.token for each, found in known.items() if each > step and found.token)
         return run
 

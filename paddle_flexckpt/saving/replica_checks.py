@@ -160,8 +160,8 @@ class Replicas:
                 **where,
                 code="FC106",
                 remedy="average the gradients over all ranks that hold the parameter, as fleet and "
-                "paddle.DataParallel do, and begin again from a checkpoint of before; to go on from one rank's states, "
-                f"pass check_replicas={{{key!r}: 'first'}}",
+                "paddle.DataParallel do, and begin again from a checkpoint that was saved before they differed; to go "
+                f"on from one rank's states, pass check_replicas={{{key!r}: 'first'}}",
             )
         return Problem(
             f"replicas of one shard differ{'' if drift else about.states}",

@@ -42,7 +42,7 @@ class About(NamedTuple):
         seed = "call paddle.seed() with one number on every rank before the model is made"
         first = f"if they differ before the first step, {seed}"
         causes = (parts, first) if self.stepped else (first, parts)
-        return "; ".join((*causes, "bring ranks in step that ran out of it"))
+        return "; ".join((*causes, "if they have drifted apart, make them equal again"))
 
     def policy(self, key: str) -> str:
         """Return the policy that lets it differ, with its states."""
@@ -89,8 +89,8 @@ def drift_remedy(ranks: Collection[int]) -> str:
     remedy = (
         f"sharding V2 (split_param=True) beside {' and '.join(beside)} parallelism: fleet does not average its "
         "gradients over these ranks, so that each trains another model from the first step on. Begin again from a "
-        "checkpoint of before, and shard over all of these ranks (dp_degree=1, sep_degree=1), or use V1, or average "
-        "the gradients over these ranks before step(), as PaddleNLP's trainer does"
+        "checkpoint that was saved before that step, and shard over all of these ranks (dp_degree=1, sep_degree=1), "
+        "or use V1, or average the gradients over these ranks before step(), as PaddleNLP's trainer does"
     )
     return remedy
 

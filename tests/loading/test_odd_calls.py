@@ -148,7 +148,7 @@ def test_a_full_disk_is_named_even_if_nothing_can_be_removed(tmp_path, monkeypat
         with monkeypatch.context() as patched:
             full(patched)
             patched.setattr(StepDirectories, failing, refuse)
-            said = "No space left.* removing now what need not be kept has failed: .*no answer. Remedy .FC402.: make room"
+            said = "No space left.* what need not be kept has failed: .*no answer. Remedy .FC402.: make room"
             with pytest.raises(fc.CheckpointError, match=said) as caught:
                 manager.save(2, state=state(2), rng=False)
             assert "nothing to remove" not in str(caught.value)

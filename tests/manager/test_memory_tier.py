@@ -502,9 +502,13 @@ def test_a_step_is_asked_for_by_its_number(saved):
     for step, tier in ((10, "storage"), (12, "memory")):
         report = one_of(saved.run(FOUR, resume(step=step)))
         assert (report.step, report.tier) == (step, tier)
-    assert "there is no complete checkpoint of step 8" in one_error(saved.run(FOUR, resume(step=8)), fc.ValidationError)
+    said = one_error(saved.run(FOUR, resume(step=8)), fc.ValidationError)
+    assert "there is no complete checkpoint of step 8 in" in said and "; there are [10, 12]. Remedy" in said
     report = one_of(saved.run(FOUR, resume(step="best"), keep=KeepBest(1)))
     assert (report.step, report.tier) == (10, "storage"), "metrics are looked for in the root"
+    shutil.rmtree(Path(saved.root, "step_00000010"))
+    said = one_error(saved.run(FOUR, resume(step=10)), fc.ValidationError)
+    assert "there is no complete checkpoint of step 10 in" in said and "; there are [12]. Remedy" in said
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------

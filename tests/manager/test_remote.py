@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from threading import Barrier
 
 import pytest
 
@@ -10,8 +11,8 @@ pytest.importorskip("paddle")
 pytest.importorskip("fsspec")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
-from paddle_flexckpt.manager.step_directories import save_token_in
+from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest, step_directories
+from paddle_flexckpt.manager.step_directories import StepDirectories, save_token_in
 from tests.manager.samples import files_of, manager_of, restore, retain, run_in, save
 from tests.media.test_remote import clock, disk_of, kind, location
 from tests.saved import short
@@ -105,6 +106,46 @@ def test_a_save_makes_one_request_for_each_step_that_is_kept(kind, clock):
         restore(manager)
         save(manager, 123)
         assert calls_of_a_save(manager, 124) == counts[12]
+
+
+def test_a_start_reads_each_record_once(kind, clock):
+    """However often it is looked at: for a fall-back, before the training, and at the first save."""
+    backend = location(kind)
+    disk = disk_of(backend)
+    with manager_of(backend) as manager:
+        for step in (1, 2, 3, 4):
+            save(manager, step)
+    with manager_of(location(kind)) as manager:
+        before = len(disk.calls)
+        restore(manager, 3, fallback=True)
+        restored = [path for _, path in disk.calls[before:]].count(data_path(disk, 1))
+        manager.should_save(5)
+        save(manager, 5)
+    assert restored > 0
+    assert [path for _, path in disk.calls[before:]].count(data_path(disk, 1)) == restored
+
+
+def data_path(disk, step: int) -> str:
+    """The path of a step's file of values, which has its record."""
+    (path,) = (path for path in disk.files if f"step_{step:08d}/" in path and path.endswith(".safetensors"))
+    return path
+
+
+def test_a_start_looks_at_several_steps_at_a_time(kind, clock, monkeypatch):
+    backend = location(kind)
+    with manager_of(backend) as manager:
+        for step in (1, 2, 3, 4):
+            save(manager, step)
+    run, reads = run_in(location(kind)), Barrier(4, timeout=9)
+
+    def read(*arguments):
+        reads.wait()
+        return save_token_in(*arguments)
+
+    monkeypatch.setattr(step_directories, "save_token_in", read)
+    steps = StepDirectories(location(kind))
+    steps._root.at_once = 4  # as of a store whose client is asynchronous
+    assert steps.find_run(5, 4) == run
 
 
 def counts_of_a_look(disk, manager) -> int:

@@ -565,6 +565,7 @@ def test_replicas_that_are_parts_are_described_as_parts(tmp_path):
             fc.save_state_dict({"w": half}, tmp_path, comm)
         assert "describe it by shard_weight(key, tensor, axis, group)" in str(caught.value)
         assert "call paddle.seed() with one number on every rank before the model is made" in str(caught.value)
+        assert "; if they have drifted apart, make them equal again; only if" in str(caught.value)
         fc.save_state_dict({"w": shard_weight("w", half, 0, group[comm.rank])}, tmp_path, comm)
         own = {f"w.{comm.rank}": half}
         fc.save_state_dict(own, tmp_path / "own", comm)
