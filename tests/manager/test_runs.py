@@ -150,8 +150,7 @@ def test_the_ways_out_lose_nothing(old, tmp_path):
     other = manager_of(tmp_path / "other")
     save(other, 20, 7)
     assert (restore(other)[:2], restore(manager_of(old))[:2]) == ((20, 7), (2000, 2000))
-    words = "to go on from one of those steps instead of this state, call restore() before the training"
-    with provoked("manager/identities.py", words):
+    with provoked("manager/identities.py", "instead of this state, call restore() before the training"):
         save(manager_of(old), 20, 7)
     assert restore(manager)[:2] == (2000, 2000)
     save(manager, 1500)
