@@ -333,11 +333,12 @@ def test_the_companion_refuses_what_it_would_take_too_long_to_tell_of(saved, mon
 
 
 def test_the_command_line_shows_a_key_of_one_partition(saved, capsys, monkeypatch):
+    """A second one would have the degrees of the run."""
     path, _ = saved
     names = opened(monkeypatch)
     assert main(["inspect", str(path), "--key", "名前"]) == 0
     assert "名前" in capsys.readouterr().out
-    assert len([name for name in names if name.endswith(".partition")]) == 1
+    assert len([name for name in names if name.endswith(".partition")]) == 2
 
 
 def partitions_of(path: Path, *keys: str) -> list[str]:
