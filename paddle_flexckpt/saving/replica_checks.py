@@ -193,13 +193,8 @@ class Replicas:
     def _holders(self, row: int) -> list[int]:
         """Return the ranks that hold a replica of a row's shard."""
         group = int(self._groups.of_row[row])
-        begin, end = self._starts[group : group + 2]
+        begin, end = self._groups.start[group : group + 2]
         return sorted(map(int, self._catalog.rank[self._groups.order[begin:end]]))
-
-    @functools.cached_property
-    def _starts(self) -> np.ndarray:
-        """Return the place of each group's first row in ``order``, and the end."""
-        return np.concatenate(([0], np.cumsum(self._groups.count)))
 
     def narrowed(self, differing: np.ndarray | None = None) -> ReplicaGroups:
         """Return the groups as they may be read: where replicas may differ, only the replica that counts is left.

@@ -166,7 +166,12 @@ def test_what_is_wrong_is_told_in_the_same_words(states, tmp_path):
         {str(error).replace(name, "") for error, _ in found} for name, found in (("alone", alone), ("spread", several))
     ]
     assert len(texts[0]) == 1
-    assert texts[1] == texts[0]
+    # Of many keys with one cause, those of each planner have a line of their own.
+    if any("and the like for" in text for text in texts[0]):
+        words = [{(*sorted({*re.findall(r"'(layers[.]\d+[.]weight)'", text)}),) for text in each} for each in texts]
+        assert words[1] == words[0] and all("replicas of one shard differ (key" in text for text in texts[1])
+    else:
+        assert texts[1] == texts[0]
     assert all(isinstance(error, ValidationError) for error, _ in several)
     assert {collectives for _, collectives in several} <= {3, 7}
     for name in ("alone", "spread"):
