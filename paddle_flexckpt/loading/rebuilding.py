@@ -9,23 +9,36 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.file_exchange import Making, exchange_files
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.parity import parity_here, plan_rebuilding, write_rebuilt
 from paddle_flexckpt.ranks.communicator import Communicator
-
-if TYPE_CHECKING:
-    from paddle_flexckpt.loading.node_files import Found
 
 logger = logging.getLogger("paddle_flexckpt")
 
 
+class _Seen(Protocol):
+    """A checkpoint, and what ranks see of it: see :class:`~paddle_flexckpt.loading.node_files.Found`."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+    @property
+    def view(self) -> np.ndarray: ...
+    @property
+    def files(self) -> tuple[np.ndarray, ...]: ...
+    @property
+    def damaged(self) -> Mapping[int, frozenset[tuple[str, int]]]: ...
+    @property
+    def lost_files(self) -> list[str]: ...
+
+
 def rebuild_files(
-    comm: Communicator, backend: Backend, found: Found, context: str, dry_run: bool = False
+    comm: Communicator, backend: Backend, found: _Seen, context: str, dry_run: bool = False
 ) -> tuple[frozenset[str], dict[str, str]]:
     """Rebuild lost data files where parity allows it, each on a rank that sees others of its group.
 

@@ -33,7 +33,7 @@ def identify_run(
 
     It is ``run``, or that of the step ``restored``, or of the highest step that has one if that is ``"latest"``,
     damaged or gone; else a new one.
-    A step without an identity may be what the run began from: below ``step`` it is left alone.
+    Steps of others below ``step`` do no harm to a run that has restored, and may be what it began from.
 
     Args:
         path: The root.
@@ -52,7 +52,7 @@ def identify_run(
         named = [its for each, its in known.items() if its is not None]
         its = known[restored] if isinstance(restored, int) and restored in known else [None, *named][-1]
         run = run or (secrets.token_hex(8) if its is None else its)
-        others = [each for each, its in known.items() if its != run and each != restored and (its or each > step)]
+        others = [each for each, its in known.items() if its != run and each != restored and each >= step]
     if others:
         listed = ", ".join(map(str, others[:_MOST_NAMED]))
         if len(others) > _MOST_NAMED:
