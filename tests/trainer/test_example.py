@@ -49,7 +49,7 @@ def test_the_page_s_commands_do_what_it_says(tmp_path):
     assert sorted(first) == list(range(5, 45, 5))
     assert sorted(second) == [25, 30, 35, 40], "the second command resumes at step 20"
     assert all(abs(second[step] - first[step]) <= TOLERANCE for step in second)
-    assert "saved by 2 ranks, step 40" in run(inspect, tmp_path)
+    assert "saved by 2 ranks (pipe 2), step 40" in run(inspect, tmp_path)
     written = os.listdir(tmp_path / "run/checkpoint-40/huggingface")
     assert sorted(written) == ["config.json", "generation_config.json", "model.safetensors"]
     assert "exported 39 tensors" in run(export, tmp_path)
