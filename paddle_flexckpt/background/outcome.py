@@ -125,8 +125,8 @@ def _end_after_loss(job: WriteJob, directory: NodeDirectory, save: NodeCommit, e
     """Return the outcome of a save to nodes that has lost a member.
 
     If all nodes had prepared it, some may have published it. Unless all are known to have done so, it has failed on all
-    ranks then, wherever they look. What the coordinator's last answer was, and whom it reached, only members know. So
-    the first of them that lives, in the order of all, decides by what it knows, and the others ask it.
+    ranks then, wherever they look. Only members know the coordinator's last answer, and which of them it reached. So
+    the first of them that lives, in the order of all, decides by its knowledge, and the others ask it.
     """
     if isinstance(error, LostCoordinatorError):
         # One that was silent until now is not waited for again.

@@ -412,11 +412,11 @@ def explain_full(error: CheckpointError, removed: Sequence[int], problem: str) -
     """Return the text of an error of a full disk, after which some steps were removed, or there was a problem."""
     if removed:
         steps = ", ".join(f"step {step}" for step in removed)
-        return f"{error}. To make room, what need not be kept was removed: {steps}. Remedy (FC402): save again"
-    why = f"removing now what need not be kept has failed: {problem}" if problem else "there is nothing to remove yet"
+        return f"{error}. To make room, steps that need not be kept were removed: {steps}. Remedy (FC402): save again"
+    why = f"the removal of steps that need not be kept has failed: {problem}" if problem else "no step can go yet"
     return (
-        f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to be room for "
-        f"one more than is kept, and {why}. Remedy (FC402): make room; or, if more than one "
+        f"{error}. A step that need not be kept is removed when the new checkpoint is complete, so there has to be "
+        f"room for one more than is kept, and {why}. Remedy (FC402): make room; or, if more than one "
         "step is kept, keep fewer, and save twice: the first removes the others even if it fails"
     )
 

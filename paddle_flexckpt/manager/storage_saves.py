@@ -109,7 +109,7 @@ class StorageSaves:
         """Note a save that has ended, or one in the background that has begun, and follow it up.
 
         Raises:
-            CheckpointError: What need not be kept could not be removed; or the save of the step to memory has
+            CheckpointError: A step that need not be kept could not be removed; or the save of the step to memory has
                 ``failed``.
         """
         done = f"the checkpoint of step {step} is {'complete' if isinstance(saved, SaveReport) else 'on its way'}"

@@ -118,7 +118,7 @@ class EngineClient:
         self.workers("flex_begin", owner, owner=before)
 
     def keep(self) -> None:
-        """Tell the workers that their owner lives, if they have not heard of it for some time."""
+        """Renew the ownership, if no call has reached the workers for some time: a silent owner counts as dead."""
         if self.owner and time.monotonic() - self._heard > SILENCE_SECONDS / 2:
             self.begin(self.owner, self.owner)
 

@@ -263,7 +263,7 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 
 def hold(descriptor: int) -> None:
-    """Keep a segment from being removed as one that no process uses, until its memory map is closed."""
+    """Protect a segment from `flexckpt clean` until its memory map is closed."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 

@@ -215,7 +215,7 @@ def _roll_back(engine: EngineClient, error: CheckpointError) -> None:
 
 
 def _set_label(engine: EngineClient) -> None:
-    """Tell the engine the version that all its ranks have, by the name that its trainer gave it."""
+    """Set the engine's label to the trainer's name for the version that all its ranks have."""
     name, _, segment = _check_agreed(engine).partition("@")
     engine.set_version(name if segment else BASE_LABEL)
 

@@ -23,7 +23,7 @@ from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.errors import MAX_LISTED
 from paddle_flexckpt.optimizer_states import MASTER, split_state
-from paddle_flexckpt.transfer.name_fits import NameFits, unnumbered
+from paddle_flexckpt.transfer.name_fits import MovedParameters
 from paddle_flexckpt.transfer.names import (
     HINT,
     CompatibleNames,
@@ -60,8 +60,6 @@ class Missing:
         """Take targets, source and mapping, and the result of a search by other names."""
         self._catalog, self._source, self._mapping, self._compatible = targets, source, mapping, compatible
         self._searches = MAX_LISTED
-        # By names with marks in place of numbers: of the source, and of this rank.
-        self._numbers_equal: dict[tuple[str, str], bool] = {}
 
     def problem(self, row: int, has_parameter: bool, beta: float | None = None) -> Problem:
         """Return the problem of a target.
@@ -112,76 +110,24 @@ class Missing:
 
     def _moved(self, row: int) -> str:
         """Return the statement for a parameter that the source may have under another name; "" without a candidate."""
-        key, shape = self._catalog.keys[row], self._catalog.unpadded(row, self._catalog.global_shape)
+        key = self._catalog.keys[row]
         if is_state(key, self.known):
             return ""
-        sides = (shape, shape[::-1]) if len(shape) == 2 else (shape,)
-        if self._unused_shapes.isdisjoint(sides):
-            return ""
-        # A name that statements use counts too: it may have been given to another target by mistake.
-        fitting = [name for name in self._source_names.best(key) if self._shapes[name] in sides]
-        is_clear = len(fitting) == 1 and fitting[0] in self._unused and self._lacking.best(fitting[0]) == [key]
-        # Else one side may count the embedding as a layer, or is a part of the layers: their numbers mean nothing.
-        is_clear = is_clear and self._have_equal_numbers(fitting[0], key)
-        name = fitting[0] if is_clear else "NAME"
-        plain, turned = (f"'{quoted(name)}{axes} -> {quoted(key)}'" for axes in ("", "^T"))
-        if not is_clear:
-            turn = f" ({turned} if its axes are in another order)" * (len(shape) == 2)
-            return (
-                f"if it is there under another name, give the AOA statement {plain} with that name{turn}: its states "
-                "follow; or "
-            )
-        if len(shape) == 2 and shape[0] == shape[1]:
-            return (
-                f"if it is {name!r} under another name, give the AOA statement {plain}, or {turned} if the source's "
-                "axes are in another order, which a square shape does not tell: its states follow; or "
-            )
-        text = plain if self._shapes[name] == shape else turned
-        return f"if it is {name!r} under another name, give the AOA statement {text}: its states follow; or "
+        return self._moved_parameters.statement(key, self._catalog.unpadded(row, self._catalog.global_shape))
 
     @cached_property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the source's parameters."""
-        source, numbers = self._source, np.unique(self._source.key, return_index=True)
+    def _moved_parameters(self) -> MovedParameters:
+        mapping, compatible, source = self._mapping, self._compatible, self._source
+        keys = [key for key in self._catalog.keys if not is_state(key, self.known)]
+        numbers = np.unique(source.key, return_index=True)
         pairs = ((source.keys[number], row) for number, row in zip(*(each.tolist() for each in numbers)))
-        return {
+        shapes = {
             name: source.unpadded(row, source.global_shape) for name, row in pairs if not is_state(name, self.known)
         }
-
-    @cached_property
-    def _unused(self) -> set[str]:
-        """Return the source's parameters whose names no target has, and which no statement uses."""
-        mapping = self._mapping
-        used = {*self._catalog.keys, *self._compatible.taken, *self._compatible.names.values()}
+        filled, used = self._there | {*compatible.names}, {*compatible.taken, *compatible.names.values()}
         if mapping is not None:
-            used |= {*mapping.maps.sources, *mapping.removed}
-        return {*self._shapes} - used
-
-    @cached_property
-    def _source_names(self) -> NameFits:
-        return NameFits(self._shapes)
-
-    @cached_property
-    def _unused_shapes(self) -> set[tuple[int, ...]]:
-        return {self._shapes[name] for name in self._unused}
-
-    def _have_equal_numbers(self, name: str, key: str) -> bool:
-        """Return whether names like one in the source, and like another on this rank, have the same numbers."""
-        pair = unnumbered(name), unnumbered(key)
-        if pair not in self._numbers_equal:
-            self._numbers_equal[pair] = self._source_names.numbers(name) == self._target_names.numbers(key)
-        return self._numbers_equal[pair]
-
-    @cached_property
-    def _target_names(self) -> NameFits:
-        return NameFits(key for key in self._catalog.keys if not is_state(key, self.known))
-
-    @cached_property
-    def _lacking(self) -> NameFits:
-        """Return the names of this rank's parameters that nothing fills by their own names."""
-        made = self._there if self._mapping is None else self._there | {*self._mapping.tensors}
-        keys = {*self._catalog.keys} - made - {*self._compatible.names}
-        return NameFits(key for key in keys if not is_state(key, self.known))
+            filled, used = filled | {*mapping.tensors}, used | {*mapping.maps.sources, *mapping.removed}
+        return MovedParameters(keys, filled, shapes, used)
 
     def _nearest(self, key: str) -> list[str]:
         """Return the nearest of the source's keys; none if there are keys of the same end, or too many to compare."""

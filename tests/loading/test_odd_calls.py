@@ -131,7 +131,7 @@ def test_a_failed_save_leaves_no_directory_and_says_what_retention_needs(tmp_pat
             manager.save(step, state=state(step), rng=False)
         with monkeypatch.context() as patched:
             full(patched)
-            with pytest.raises(fc.CheckpointError, match="there is nothing to remove yet. Remedy .FC402.: make room"):
+            with pytest.raises(fc.CheckpointError, match="no step can go yet. Remedy .FC402.: make room"):
                 manager.save(3, state=state(3), rng=False)
         assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
         manager.save(3, state=state(3), rng=False)
@@ -148,10 +148,10 @@ def test_a_full_disk_is_named_even_if_nothing_can_be_removed(tmp_path, monkeypat
         with monkeypatch.context() as patched:
             full(patched)
             patched.setattr(StepDirectories, failing, refuse)
-            said = "No space left.* what need not be kept has failed: .*no answer. Remedy .FC402.: make room"
+            said = "No space left.* steps that need not be kept has failed: .*no answer. Remedy .FC402.: make room"
             with pytest.raises(fc.CheckpointError, match=said) as caught:
                 manager.save(2, state=state(2), rng=False)
-            assert "nothing to remove" not in str(caught.value)
+            assert "no step can go" not in str(caught.value)
         manager.save(2, state=state(2), rng=False)
         assert manager.all_steps() == [2]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "paddle_flexckpt"
-# Its functions return remedies, or parts of them.
-_TEXTS = "transfer/problems.py"
+# Their functions return remedies, or parts of them.
+_TEXTS = ("transfer/problems.py", "transfer/name_fits.py")
 _MARK = re.compile(r"Remedy(?: \((FC\d{3})\))?: ")
 _CODE = re.compile(r"FC\d{3}")
 # A Problem with so many positional arguments has a remedy.
@@ -107,7 +107,7 @@ def _remedies_of(module: str, tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Assign):
             pairs = [pair for target in node.targets for pair in _assigned(target, node.value)]
             texts = [text for name, value in pairs if name in named for text in _texts(value)]
-        elif isinstance(node, ast.Return) and node.value is not None and module == _TEXTS:
+        elif isinstance(node, ast.Return) and node.value is not None and module in _TEXTS:
             texts = _texts(node.value)
         for text in texts:
             if not _MARK.search(text):

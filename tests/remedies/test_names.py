@@ -188,7 +188,7 @@ def test_a_parameter_under_another_name_is_named_with_its_statement(path):
     fc.save_state_dict({"q_proj.weight": A, "v": B[:1], **states}, path)
     wanted = ["q.weight", "q.weight.moment1_0", "q.weight.moment2_0"]
     targets = {**rooms(*wanted), "v": OLD[:1].copy()}
-    with provoked("transfer/problems.py", " under another name, give the AOA statement ") as caught:
+    with provoked("transfer/name_fits.py", " under another name, give the AOA statement ") as caught:
         load(path, targets)
     text = str(caught.value)
     assert "'q_proj.weight -> q.weight': its states follow; or correct" in text
@@ -199,7 +199,7 @@ def test_a_parameter_under_another_name_is_named_with_its_statement(path):
 
 def test_a_parameter_whose_other_name_is_not_clear(path):
     fc.save_state_dict({"a.weight": A, "c.weight": B.T.copy()}, path)
-    with provoked("transfer/problems.py", "if it is there under another name, give the AOA statement ") as caught:
+    with provoked("transfer/name_fits.py", "if it is there under another name, give the AOA statement ") as caught:
         load(path, rooms("b.weight"))
     assert "'NAME -> b.weight' with that name ('NAME^T -> b.weight' if its axes are in another order)" in str(
         caught.value
@@ -212,7 +212,7 @@ def test_a_square_parameter_under_another_name_may_be_transposed(path):
     square = np.arange(16, dtype=np.float32).reshape(4, 4)
     fc.save_state_dict({"q_proj.weight": square}, path)
     targets = {"q.weight": square * 0}
-    with provoked("transfer/problems.py", "which a square shape does not tell") as caught:
+    with provoked("transfer/name_fits.py", "which a square shape does not tell") as caught:
         load(path, targets)
     assert "'q_proj.weight -> q.weight', or 'q_proj.weight^T -> q.weight' if" in str(caught.value)
     assert load(path, targets, "q_proj.weight -> q.weight") == lists({"q.weight": square})
@@ -225,7 +225,7 @@ def test_a_statement_that_was_left_out_is_proposed_as_the_others_are_written(pat
     fc.save_state_dict({"mlp.up_proj.weight": up, "mlp.down_proj.weight": down}, path)
     targets = {"up.weight": np.zeros((2, 4), np.float32), "down.weight": OLD.copy()}
     given = ["mlp.up_proj.weight^T -> up.weight"]
-    with provoked("transfer/problems.py", " under another name, give the AOA statement ") as caught:
+    with provoked("transfer/name_fits.py", " under another name, give the AOA statement ") as caught:
         load(path, targets, *given)
     text = str(caught.value)
     assert "if it is 'mlp.down_proj.weight' under another name" in text

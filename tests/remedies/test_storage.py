@@ -190,7 +190,7 @@ def test_a_disk_that_is_full_of_checkpoints(tmp_path, monkeypatch):
         restored(manager)
         with provoked("manager/step_directories.py", "save again") as caught:
             manager.save(4, state={"a": A + 4})
-        assert "To make room, what need not be kept was removed: step 2. Remedy" in str(caught.value)
+        assert "To make room, steps that need not be kept were removed: step 2. Remedy" in str(caught.value)
         assert (manager.all_steps(), restored(manager)) == ([3], [3, (A + 3).tolist()])
         manager.save(4, state={"a": A + 4})
         assert (manager.all_steps(), restored(manager)) == ([4], [4, (A + 4).tolist()])
