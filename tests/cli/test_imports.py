@@ -59,6 +59,11 @@ def imported(*words: str) -> tuple[set[str], set[str]]:
     return own, {name for name in names if not name.startswith(start)} - needed_by_numpy()
 
 
+def public(names: set[str]) -> set[str]:
+    """Those without an underscore: into how many private modules a public one is cut differs between Pythons."""
+    return {name for name in names if not any(part.startswith("_") for part in name.split("."))}
+
+
 def modules(program: str, *words: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
@@ -83,7 +88,7 @@ def test_inspect_imports_no_reader_and_no_engine(run):
     own, others = imported("inspect", str(run / "managed" / "step_1"))
     # It starts within 300 ms, of which numpy takes the most: modules are counted, as each takes some 2 ms.
     assert len(own) <= 46, sorted(own)
-    assert len(others) <= 60, sorted(others)
+    assert len(public(others)) <= 50, sorted(public(others))
     assert not own & (UNUSED | WORKING | {"cli.outputs", "report", "transfer", "aoa", "planning"})
     assert "native.manifest" in own
     assert not others & {
