@@ -298,7 +298,7 @@ def _fits_second(second: str, config: Any) -> list[str]:
 
 def _verify(options: argparse.Namespace) -> Outcome:
     """Return one line for each problem and a summary, and the unfinished saves of a run; code 1 if not all is well."""
-    from paddle_flexckpt.cli.overview import find_unfinished, is_all_running, unfinished_lines
+    from paddle_flexckpt.cli.overview import find_lost, find_unfinished, is_all_running, lost_line, unfinished_lines
     from paddle_flexckpt.tools.verification import verify_checkpoint
 
     steps = checkpoints_of(options.source, options.unique_id)
@@ -307,17 +307,20 @@ def _verify(options: argparse.Namespace) -> Outcome:
         with progress_bar(options.json) as progress:
             reports.append(verify_checkpoint(path, unique_id, progress=progress))
     damaged = sum(not each.ok for each in reports)
-    unfinished = find_unfinished(open_backend(options.source)) if steps else []
-    ok = not damaged and is_all_running(unfinished)
+    root = open_backend(options.source)
+    unfinished, lost = (find_unfinished(root), find_lost(root)) if steps else ([], [])
+    ok = not damaged and not lost and is_all_running(unfinished)
     if options.json and steps:
         from paddle_flexckpt.cli.outputs import VerifyRunReport
 
-        return Outcome(VerifyRunReport(options.source, ok, reports, unfinished).to_json(), int(not ok))
+        return Outcome(VerifyRunReport(options.source, ok, reports, unfinished, lost).to_json(), int(not ok))
     if options.json:
         return Outcome(reports[0].to_json(), damaged)
     lines = [line for each in reports for line in (*_problem_lines(each), each.summary())]
     lines += [f"{options.source}: {len(steps) - damaged} of {len(steps)} checkpoints are whole"] if steps else []
-    return Outcome("\n".join([*lines, *unfinished_lines(options.source, unfinished)]), int(not ok))
+    return Outcome(
+        "\n".join([*lines, *map(lost_line, lost), *unfinished_lines(options.source, unfinished)]), int(not ok)
+    )
 
 
 def _problem_lines(report: VerifyReport) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paddle_flexckpt.foreign.formats import OtherCheckpoint
 from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.native.unfinished import CleanedDirectory, LostManifest, UnfinishedSave
 from paddle_flexckpt.report import Report, VerifyReport
@@ -160,12 +161,14 @@ class ListReport(Report):
         checkpoints: The checkpoints, in the order of their steps.
         unfinished: The saves that have begun and are not complete.
         lost: The manifests that are gone.
+        others: The checkpoints of other programs.
     """
 
     root: str
     checkpoints: list[ListedCheckpoint]
     unfinished: list[UnfinishedSave]
     lost: list[LostManifest]
+    others: list[OtherCheckpoint]
 
 
 @dataclass(frozen=True)
@@ -177,12 +180,14 @@ class VerifyRunReport(Report):
         ok: Whether nothing is wrong in any.
         checkpoints: The report of each, by rising step.
         unfinished: The saves that have begun and are not complete. One that died is not ``ok``.
+        lost: The manifests that are gone. None is ``ok``.
     """
 
     root: str
     ok: bool
     checkpoints: list[VerifyReport]
     unfinished: list[UnfinishedSave]
+    lost: list[LostManifest]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.common import Outcome, add_checkpoint, checkpoints_of, table
-from paddle_flexckpt.foreign.formats import SourceDirectory, explain_lacking
+from paddle_flexckpt.foreign.formats import SourceDirectory, explain_lacking, others_below
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
@@ -41,8 +41,9 @@ def add_command(commands: Any) -> None:
         "ls",
         help="list the checkpoints of a directory: step, age, size, whether each is complete",
         description="Lists the checkpoints in a directory and in those up to two levels below it, and the saves that "
-        "have begun and are not complete. Bytes of tensors are not read: `flexckpt verify` does that. The exit status "
-        "is 1 if a checkpoint is not complete, a save has died, or no checkpoint is there.",
+        "have begun and are not complete; then those of other programs. Bytes of tensors are not read: `flexckpt "
+        "verify` does that. The exit status is 1 if a checkpoint is not complete, a save has died, or no checkpoint is "
+        "there.",
         epilog="example: flexckpt ls run",
     )
     listing.add_argument(
@@ -93,8 +94,9 @@ def _list(options: argparse.Namespace) -> Outcome:
     backend = open_backend(options.root)
     _check_exists(backend)
     found = _checkpoints(backend)
-    unfinished, lost = find_unfinished(backend), _find_lost(backend)
-    if not found and not unfinished and not lost:
+    others = list(others_below(backend))
+    unfinished, lost = find_unfinished(backend), find_lost(backend)
+    if not found and not unfinished and not lost and not others:
         raise ValidationError(
             [f"there are no checkpoints in {backend.path} and below. Remedy (FC301): correct the path"]
         )
@@ -111,7 +113,7 @@ def _list(options: argparse.Namespace) -> Outcome:
             )
             for info, record in zip(found, records)
         ]
-        text = ListReport(backend.path, listed, unfinished, lost).to_json()
+        text = ListReport(backend.path, listed, unfinished, lost, others).to_json()
     else:
         now = time.time()
         lines = [("step", "id", "age", "bytes", "ranks", "complete", "run", "metrics", "path")]
@@ -131,17 +133,19 @@ def _list(options: argparse.Namespace) -> Outcome:
                 )
             )
         shown = table(lines, right=(0, 1, 2, 3, 4)) if found else []
-        text = "\n".join([*shown, *map(_lost_line, lost), *unfinished_lines(options.root, unfinished)])
-    is_whole = found and not lost and all(info.complete for info in found) and is_all_running(unfinished)
+        shown += [f"other: {other.path}: {other.title}" for other in others]
+        text = "\n".join([*shown, *map(lost_line, lost), *unfinished_lines(options.root, unfinished)])
+    is_whole = (found or others) and not lost and all(info.complete for info in found) and is_all_running(unfinished)
     return Outcome(text, int(not is_whole))
 
 
-def _find_lost(backend: Backend) -> list[LostManifest]:
+def find_lost(backend: Backend) -> list[LostManifest]:
     """Return the checkpoints, in a directory and below, that were committed and whose manifest is gone."""
     return [LostManifest(each.path, unique_id) for each in walk(backend) for unique_id in lost_ids(each.names())]
 
 
-def _lost_line(lost: LostManifest) -> str:
+def lost_line(lost: LostManifest) -> str:
+    """Return a line about a manifest that is gone, with what brings it back."""
     path, unique_id = lost.path, lost.unique_id
     return (
         f"manifest lost: {path}, id {unique_id}: restore {open_backend(path).where(f'{unique_id}.manifest')} from a "
@@ -216,7 +220,7 @@ def _clean(options: argparse.Namespace) -> Outcome:
         for each, saves in directories
         if saves and options.remove
     ]
-    lost = _find_lost(backend)
+    lost = find_lost(backend)
     if options.json:
         from paddle_flexckpt.cli.outputs import CleanReport
 
@@ -224,7 +228,7 @@ def _clean(options: argparse.Namespace) -> Outcome:
             CleanReport(backend.path, unfinished, cleaned, runs, segments, freed, lost=lost).to_json(),
             int(any(each.kept for each in cleaned)),
         )
-    lost_lines = [*map(_lost_line, lost)]
+    lost_lines = [*map(lost_line, lost)]
     if not unfinished and not runs and not segments:
         return Outcome("\n".join([f"there is no unfinished save in {backend.path} and below", *lost_lines]))
     memory: list[MemoryRun | SegmentFile] = [*runs, *segments]

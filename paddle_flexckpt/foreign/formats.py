@@ -13,11 +13,12 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.file_names import path_of
 from paddle_flexckpt.media.opening import open_backend
@@ -89,6 +90,7 @@ _SOURCES = tuple(ending for row in FORMATS.values() for ending in row.sources)
 _TORCH_FILES = (".bin", ".pt", ".pth")
 _ORBAX = re.compile(r"manifest\.ocdbt|_CHECKPOINT_METADATA")
 _MOST_DIRECTORIES = 20
+_MOST_ALIKE = 3
 _VERSION = re.compile(r"weight_v\d{6,9}/?$", re.ASCII)
 
 
@@ -118,6 +120,16 @@ class Listing:
     def no_checkpoint(self) -> str:
         """Return the beginning of an error text."""
         return f"{self.backend.path} is not a checkpoint: there is no *.manifest file in it"
+
+    @cached_property
+    def has_manifest(self) -> bool:
+        """Return whether there is a checkpoint of this library."""
+        return any(map(MANIFEST.fullmatch, self.names))
+
+    @property
+    def has_other(self) -> bool:
+        """Return whether there may be another program's checkpoint, of a format whose names nothing else has."""
+        return any(self.has_mark(row) for row in FORMATS.values() if not row.alone)
 
     def has_mark(self, row: Format) -> bool:
         """Return whether there may be a checkpoint of a format."""
@@ -306,7 +318,20 @@ def explain_lacking(backend: Backend) -> str:
     path = backend.path
     if backend.has_path and os.path.exists(path):
         return f"{path} is not a directory. Remedy (FC301): give the checkpoint's directory, not a file in it"
-    return f"{path} does not exist. Remedy (FC301): correct the path"
+    return f"{path} does not exist. Remedy (FC301): correct the path{_beside(path) if backend.has_path else ''}"
+
+
+def _beside(path: str) -> str:
+    """Return the directories beside one that is not there, as the end of a text; or ""."""
+    import difflib  # for messages alone
+
+    above, name = os.path.split(path.rstrip("/"))
+    try:
+        there = sorted(each.name for each in os.scandir(above or ".") if each.is_dir())
+    except OSError:
+        return ""
+    alike = difflib.get_close_matches(name, there, _MOST_ALIKE) or there[:_MOST_ALIKE]
+    return f"; {above or 'this directory'} has {', '.join(sorted(alike))}" if alike else ""
 
 
 def _explain_missing(listing: Listing, ids: Sequence[int], unique_id: int | None) -> str:
@@ -320,7 +345,7 @@ def _explain_missing(listing: Listing, ids: Sequence[int], unique_id: int | None
         return unfinished
     if ids:
         return f"{path} has no checkpoint with id {unique_id}; complete ids here: {ids}"
-    inside = _directories_with_manifests(backend)
+    inside = _directories_with_marks(backend)
     if inside:
         return f"{listing.no_checkpoint}, but in {', '.join(inside)}. Remedy (FC301): give the path of that directory"
     for row in filter(listing.has_mark, FORMATS.values()):
@@ -362,7 +387,39 @@ def _explain_unfinished(listing: Listing, ids: Sequence[int], unique_id: int | N
     return ""
 
 
-def _directories_with_manifests(backend: Backend) -> list[str]:
+def _directories_with_marks(backend: Backend) -> list[str]:
+    """Return the names of the inner directories with this library's checkpoints; else of those with other programs'."""
     names = sorted(backend.names("directories"))[:_MOST_DIRECTORIES]
-    found = map_files(backend, lambda name: any(map(MANIFEST.fullmatch, backend.child(name).names())), names)
-    return [name for name, has in zip(names, found) if has]
+    listings = map_files(backend, lambda name: Listing(backend.child(name)), names)
+    own = [name for name, listing in zip(names, listings) if listing.has_manifest]
+    return own or [name for name, listing in zip(names, listings) if listing.has_other]
+
+
+@dataclass(frozen=True)
+class OtherCheckpoint:
+    """A directory with another program's checkpoint.
+
+    Attributes:
+        path: The directory.
+        title: What it has in it: a title of :data:`FORMATS`, or the text of an error.
+    """
+
+    path: str
+    title: str
+
+
+def others_below(backend: Backend, depth: int = 2) -> Iterator[OtherCheckpoint]:
+    """Yield the checkpoints of other programs in a directory and so many levels below it, but for those in others."""
+    listing = Listing(backend)
+    if not listing.has_manifest:
+        try:
+            found = _find_source(Listing(_resolved(backend)), FORMATS)
+            title = FORMATS[found.origin].title if found else ""
+        except (ValidationError, CorruptCheckpointError) as error:
+            title = str(error)
+        if title:
+            yield OtherCheckpoint(backend.path, title)
+            return
+    if depth:
+        for name in sorted(listing.directories):
+            yield from others_below(backend.child(name), depth - 1)

@@ -15,6 +15,7 @@ from importlib import metadata
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli import doctor, overview
@@ -86,7 +87,29 @@ def test_ls_tells_what_is_not_complete_and_exits_with_1(root, capsys):
     assert "there are no checkpoints" in capsys.readouterr().err
 
 
-def test_ls_and_clean_show_a_checkpoint_whose_manifest_is_lost(tmp_path, capsys):
+def test_ls_lists_other_programs_checkpoints_and_the_damaged_ones(root, capsys):
+    """Those below other checkpoints, as PaddleFormers' three directories are, are not listed once more."""
+    models = root.parent / "models"
+    for name in ("a", "b"):
+        (models / name).mkdir(parents=True)
+        save_file({"w": np.ones((3, 2), np.float32)}, models / name / "model.safetensors")
+    assert printed(capsys, "ls", str(models)) == [f"other: {models / n}: a Hugging Face directory" for n in "ab"]
+    assert printed(capsys, "ls", str(models / "a")) == [f"other: {models / 'a'}: a Hugging Face directory"]
+    others = json.loads("\n".join(printed(capsys, "ls", str(models), "--json")))["others"]
+    assert others[1] == {"path": str(models / "b"), "title": "a Hugging Face directory"}
+    (models / "b" / "model.safetensors").write_bytes(b"1")
+    lines = printed(capsys, "ls", str(models.parent))
+    assert len([line for line in lines if "other: " in line]) == 2
+    assert lines[-1].startswith(f"other: {models / 'b'}: ") and "model.safetensors" in lines[-1]
+    assert " yes " in lines[1]
+    inside = models / "c" / "model_state"
+    inside.mkdir(parents=True)
+    save_file({"w": np.ones((3, 2), np.float32)}, inside / "model.safetensors")
+    (last,) = printed(capsys, "ls", str(models / "c"))
+    assert str(inside) in last
+
+
+def test_ls_clean_and_verify_show_a_checkpoint_whose_manifest_is_lost(tmp_path, capsys):
     path = tmp_path / "run" / "step_1"
     for unique_id in (0, 1):
         save(str(path), {"w": np.ones((3, 2), np.float32)}, world=1, unique_id=unique_id)
@@ -100,6 +123,9 @@ def test_ls_and_clean_show_a_checkpoint_whose_manifest_is_lost(tmp_path, capsys)
         for command, code in (("ls", 1), ("clean", 0)):
             told = json.loads("\n".join(printed(capsys, command, str(root), "--json", code=code)))
             assert told["lost"] == [{"path": str(path), "unique_id": 0}]
+    assert printed(capsys, "verify", str(tmp_path / "run"), code=1)[-1] == line
+    told = json.loads("\n".join(printed(capsys, "verify", str(tmp_path / "run"), "--json", code=1)))
+    assert not told["ok"] and told["lost"] == [{"path": str(path), "unique_id": 0}]
     assert main(["repair", str(path), "--id", "0"]) == 0
     capsys.readouterr()
     assert "lost: " not in "".join(printed(capsys, "ls", str(path)))

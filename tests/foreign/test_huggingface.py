@@ -316,6 +316,15 @@ def test_a_directory_above_a_checkpoint(tmp_path):
         ValidationError, match=r"but in flex_checkpoint\. Remedy .FC301.: give the path of that directory"
     ):
         detect_format(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        safetensors_numpy.save_file({"w": np.ones(3, np.float32)}, tmp_path / name / "model.safetensors")
+    with pytest.raises(ValidationError, match=r"but in flex_checkpoint\. Remedy"):
+        detect_format(tmp_path)  # this library's come first
     shutil.rmtree(tmp_path / "flex_checkpoint")
+    with pytest.raises(ValidationError, match=r"but in a, b\. Remedy .FC301.: give the path of that directory"):
+        detect_format(tmp_path)
+    shutil.rmtree(tmp_path / "a")
+    shutil.rmtree(tmp_path / "b")
     with pytest.raises(ValidationError, match="Remedy .FC301.: correct the path"):
         detect_format(tmp_path)

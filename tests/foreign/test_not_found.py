@@ -23,7 +23,11 @@ def why(path, unique_id=None) -> str:
 
 
 def test_what_is_there_instead_is_said(tmp_path):
-    assert "does not exist" in why(tmp_path / "nowhere")
+    assert why(tmp_path / "nowhere").endswith("does not exist. Remedy (FC301): correct the path")
+    for name in ("step_1", "step_2", "step_30", "step_300", "other"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    assert why(tmp_path / "run" / "step_3").endswith(f"; {tmp_path / 'run'} has step_2, step_30, step_300")
+    assert why(tmp_path / "run" / "x").endswith(f"; {tmp_path / 'run'} has other, step_1, step_2")
     (tmp_path / "file").write_bytes(b"")
     assert "not a directory" in why(tmp_path / "file")
     empty = tmp_path / "empty"
