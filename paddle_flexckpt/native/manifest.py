@@ -18,6 +18,7 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.catalog.texts import printable
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
@@ -235,6 +236,16 @@ class Manifest:
             CorruptCheckpointError: The bytes are not a manifest, or have been changed.
             ValidationError: The manifest is of a newer format version.
         """
+        try:
+            return cls._decode(data, file)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"{without_remedy(error)}. Remedy (FC306): restore the file from a copy, rebuild it with "
+                "repair_manifest(overwrite=True), or load another checkpoint"
+            ) from error
+
+    @classmethod
+    def _decode(cls, data: bytes, file: str) -> Manifest:
         info, arrays = read_container(data, file)
         version = info["format_version"]
         digest = info.pop("digest", None)
@@ -249,10 +260,7 @@ class Manifest:
                 )
             digest = None
         if digest is None or digest != _digest(arrays, info):
-            raise CorruptCheckpointError(
-                f"{file} is damaged: its content has not the checksum it was written with. Remedy (FC306): restore the "
-                "file from a copy, rebuild it with repair_manifest(overwrite=True), or load another checkpoint"
-            )
+            raise CorruptCheckpointError(f"{file} is damaged: its content has not the checksum it was written with")
         return cls._from_arrays(arrays, info, file)
 
     @classmethod
