@@ -24,6 +24,7 @@ from paddle_flexckpt.cli.common import (
     progress_bar,
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.tools.config_models import is_config
 from paddle_flexckpt.tools.conversion import MEMORY_BYTES, convert_checkpoint
 from paddle_flexckpt.tools.conversion_content import read_config
 from paddle_flexckpt.tools.conversion_targets import TARGETS
@@ -67,7 +68,7 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="FAMILY",
         help="use the rules for this family of models between Hugging Face's names and Paddle's, with heads and "
-        "experts as config.json has them; auto: the family too",
+        "experts as config.json has them; auto, or the path of the config.json: the family too",
     )
     parser.add_argument("--variant", default="plain", help="which parameters the Paddle model fuses (default: plain)")
     add_set(parser, "prefix=llama.")
@@ -155,19 +156,22 @@ def _statements(options: argparse.Namespace) -> Any:
                 "Remedy (FC101): leave --model out, or give --aoa"
             ]
         )
-    text = read_config(options.config, directory)
+    is_file = is_config(options.model)
+    if is_file and options.config is not None:
+        raise ValidationError(["--model and --config both give a config.json. Remedy (FC101): give one"])
+    text = read_config(options.model if is_file else options.config, directory)
     if text is None:
         raise ValidationError(
             [
                 f"there is no config.json in {directory.path}, which says how many heads the model has. "
-                "Remedy (FC101): give it by --config"
+                "Remedy (FC101): give its path by --config"
             ]
         )  # fmt: skip
     return rules_of_config(
         json.loads(text),
         "from_hf" if is_hf else "to_hf",
         manifest.catalog.keys,
-        None if options.model == "auto" else options.model,
+        None if is_file or options.model == "auto" else options.model,
         options.variant,
         **dict(parse_parameter(text) for text in options.set),
     )

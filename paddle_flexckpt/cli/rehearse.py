@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from paddle_flexckpt.aoa.model_rules import rule_names
 from paddle_flexckpt.aoa.statements import AoaConfig
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.errors import listed
@@ -130,6 +131,11 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[JobLayout, list[str]]:
     """Return the layout of the job from the options of :func:`add_layout`, and its assumptions."""
+    if options.model in rule_names():
+        raise ValidationError(
+            f"--model {options.model} is a family of models; a rehearsal needs the sizes of one. Remedy (FC101): give "
+            "the path of its config.json, or of a checkpoint"
+        )
     return layout_of(
         options.source,
         options.to,

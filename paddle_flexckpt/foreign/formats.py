@@ -327,7 +327,7 @@ def _beside(path: str) -> str:
 
     above, name = os.path.split(path.rstrip("/"))
     try:
-        there = sorted(each.name for each in os.scandir(above or ".") if each.is_dir())
+        there = sorted(each.name for each in os.scandir(above or ".") if each.is_dir() and each.name[0] != ".")
     except OSError:
         return ""
     alike = difflib.get_close_matches(name, there, _MOST_ALIKE) or there[:_MOST_ALIKE]

@@ -158,13 +158,20 @@ def test_a_strategy_that_cannot_be_read_is_wrong_usage(hf, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_configuration_may_stand_for_the_family(hf, tmp_path):
+    config = (hf / "config.json").rename(tmp_path / "config.json")
+    converted(hf, tmp_path / "a", "--model", config)
+    converted(hf, tmp_path / "b", "--model", "llama", "--config", config)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    text = refused(hf, tmp_path / "c", "--model", config, "--config", config)
+    assert "--model and --config both give a config.json. Remedy (FC101): give one" in text
+
+
 def test_a_model_without_a_configuration_is_refused(hf, tmp_path):
     (hf / "config.json").unlink()
     text = refused(hf, tmp_path / "out", "--model", "llama")
-    assert (
-        f"there is no config.json in {hf}, which says how many heads the model has. Remedy (FC101): give it by --config"
-        in text
-    )
+    lacking = f"there is no config.json in {hf}, which says how many heads the model has"
+    assert f"{lacking}. Remedy (FC101): give its path by --config" in text
     assert flexckpt("convert", hf, tmp_path / "out", "--format", "gguf").returncode == 2
 
 

@@ -116,6 +116,12 @@ def test_a_model_may_be_that_of_a_configuration(checkpoint, tmp_path, capsys):
     assert "note: the model is that of llama, variant fused, in bfloat16, as config.json says" in text
     assert re.search(r"the source has no such key, nor its states [\w, ]+ \(key 'model.layers.0.mlp.up_gate_proj", text)
     assert main([*command, "--save"]) == 0
+    capsys.readouterr()
+    assert main([*command[:5], "llama"]) == 1
+    remedy = "Remedy (FC101): give the path of its config.json, or of a checkpoint"
+    assert (
+        f"--model llama is a family of models; a rehearsal needs the sizes of one. {remedy}" in capsys.readouterr().err
+    )
 
 
 def test_a_strategy_may_be_a_mesh(checkpoint, capsys):
