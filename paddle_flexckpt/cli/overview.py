@@ -161,15 +161,19 @@ def _check_exists(backend: Backend) -> None:
 
 
 def _checkpoints(backend: Backend) -> list[CheckpointInfo]:
-    """Return the checkpoints in a directory, right below it, and below those directories that have none.
+    """Return the checkpoints in a directory and up to two levels below it, and one more in that of a memory tier.
 
-    Directories below may be those of a memory tier, which have a directory for each run.
+    A memory tier has a directory for each run.
     """
     found = list_checkpoints(backend)
     seen = {info.path for info in found}
     children = [backend.child(name) for name in sorted(backend.names("directories"))]
-    children += [each.child(os.path.basename(run.path)) for each in children for run in find_runs(each)]
-    return found + [info for each in children if each.path not in seen for info in list_checkpoints(each)]
+    rooms = [each.child(os.path.basename(run.path)) for each in children for run in find_runs(each)]
+    for each in children:
+        is_known = each.path in seen  # its own checkpoints are in the list
+        rooms += [each.child(name) for name in sorted(each.names("directories"))] if is_known else [each]
+    below = [info for each in rooms for info in list_checkpoints(each) if info.path not in seen]
+    return found + list({(info.path, info.unique_id): info for info in below}.values())
 
 
 def find_unfinished(backend: Backend) -> list[UnfinishedSave]:

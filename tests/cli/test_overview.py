@@ -87,6 +87,14 @@ def test_ls_tells_what_is_not_complete_and_exits_with_1(root, capsys):
     assert "there are no checkpoints" in capsys.readouterr().err
 
 
+def test_ls_looks_below_a_directory_that_is_a_checkpoint_itself(root, capsys):
+    """Such as one to which somebody has saved without a manager."""
+    save(str(root), {"w": np.ones((3, 2), np.float32)}, world=1)
+    for level in (root, root.parent):
+        listed = [line.split()[-1] for line in printed(capsys, "ls", str(level))[1:]]
+        assert listed == [str(root), *(str(root / f"step_{step:08}") for step in (100, 200))]
+
+
 def test_ls_lists_other_programs_checkpoints_and_the_damaged_ones(root, capsys):
     """Those below other checkpoints, as PaddleFormers' three directories are, are not listed once more."""
     models = root.parent / "models"

@@ -42,6 +42,11 @@ def well(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def push(url: str, version: str, path: str) -> list[dict[str, Any]]:
     """Give the engine a version, with the roll-back on all ranks; return the answers of accept."""
     well(rpc(url, "flex_stage", version, path))
+    return switch(url, version)
+
+
+def switch(url: str, version: str) -> list[dict[str, Any]]:
+    """Have the engine serve a version that is staged; return the answers of accept."""
     assert call(url, "/pause?mode=keep")[0] == 200
     try:
         try:
