@@ -6,6 +6,8 @@ one (`TokenSet.toString`). The text has letters and numbers of the nodes that th
 become one, and the tree has words that no page has ("312"). A query that begins such a word raises an error, and finds
 nothing: "S3", "stage 3". Which words these are changes with each page (https://github.com/olivernn/lunr.js/issues/503).
 
+A minus excludes a word; here it begins an option ("--model"), and is taken off.
+
 A reader may paste the text of an error. Its code alone is searched for; of a text without a code only the words, as
 paths, keys and numbers are those of the reader's job, and as punctuation has a meaning to Lunr.
 
@@ -25,6 +27,7 @@ _NODE = re.compile(r"\b(\w+)=\1\+\w+\+\w+\.id\b")
 _OF_ERRORS = r"""addEventListener("message", ({data}) => {
   if (data.type !== 2) return;
   const code = /\bFC\d{3}\b/.exec(data.data);
+  data.data = data.data.replace(/(^|\s)-+(?=\w)/g, "$1");
   if (code) data.data = code[0];
   else if (data.data.length > 30 && /[:;'"(\[]|Error/.test(data.data)) {
     const words = data.data.replace(/'[^']*'|"[^"]*"|\([^)]*\)?|\[[^\]]*\]?|\S*[\/\d_]\S*|\w+Error\b/g, " ");

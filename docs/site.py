@@ -46,17 +46,20 @@ META = {
     "docs/coming_from.md": "search: {boost: 1.2}",
     "docs/cpu.md": "search: {boost: 1.5}",
     # `check` is also how `checkpoint` begins, which all pages have.
-    "docs/guide.md": "tags: [Paddle, S3, changed, check, part, size, stage, stages, strategy, version, who, world]\n"
+    "docs/guide.md": "tags: [Paddle, S3, changed, check, layer, part, rename, size, stage, stages, strategy, version, "
+    "who, world]\n"
     "search: {boost: 1.1}",
     "docs/aoa.md": "tags: [huggingface, lm_head, tie_word_embeddings, tied, torch, transpose]",
     "docs/cli.md": "tags: [bigger, disk, expected, size]",
-    "docs/manager.md": "tags: [dataloader, rollback, slurm, requeue]",
+    "docs/manager.md": "tags: [SIGTERM, before, dataloader, finished, rollback, slurm, requeue]",
+    "docs/model_rules.md": "tags: [GQA, config.json, num_hidden_layers, num_key_value_heads]",
     "docs/survive.md": "tags: [lost, memory, node]\nsearch: {boost: 1.2}",
     "docs/rehearsal.md": "tags: [estimate, long, time]",
     "docs/migration.md": "tags: [huggingface, migrate, pdparams, pytorch]\nsearch: {boost: 1.1}",
-    "docs/troubleshooting.md": "tags: [AdamW, AssertionError, GPUs, SGD, changed, corrupted, crash, different, hang, "
-    "layers, learning, leftovers, mp_degree, mp_num, nranks, number, rate, found, renamed, restored, rng, space, "
-    "unfinished, vocabulary]\n"
+    "docs/troubleshooting.md": "tags: [AdamW, AssertionError, changed, corrupted, crash, different, extra, found, "
+    "git, GPUs, hang, layers, learning, leftovers, lfs, mp_degree, mp_num, noticed, nranks, number, only, "
+    "PermissionError, pointer, rank, rate, renamed, repair, restored, rng, SGD, space, square, transposed, truncated, "
+    "unfinished, vocabulary, writing]\n"
     "search: {boost: 1.2}",
     # These answer few questions, with the words of many.
     **dict.fromkeys(

@@ -363,9 +363,9 @@ def _who_stands_out(series: Sequence[Series]) -> Markup:
             most = f"{each.show(each.values[far[0]])}, {each.values[far[0]] / each.median:.1f} times the median"
             remarks.append(f"{each.name}: {ranks} stand{'s' * (len(far) == 1)} out; rank {far[0]} has {most}.")
     floors = dict.fromkeys(each.show(each.floor) for each in series)
-    rule = f"more than {FAR} times the median and also {' or '.join(floors)} above it"
+    rule = f"more than {FAR} times the median, and more than {' or '.join(floors)} above it"
     if not remarks:
-        return paragraph(f"No rank stands out, which takes {rule}.")
+        return paragraph(f"No rank stands out: none has {rule}.")
     key = element("li", element("span", "", class_="key far"), f"stands out: {rule}")
     return join([element("ul", *(element("li", each) for each in remarks)), element("ul", key, class_="legend")])
 

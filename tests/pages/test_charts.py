@@ -67,7 +67,7 @@ def test_below_the_floor_nothing_stands_out(series, far):
     markup = by_rank("rank", [series])
     assert ("far" in [each["class"] for each in Page(markup).named("rect")]) == bool(far)
     assert ("stands out;" in Page(markup).text()) == bool(far)
-    assert f"1.2 times the median and also {series.show(series.floor)} above it" in Page(markup).text()
+    assert f"1.2 times the median, and more than {series.show(series.floor)} above it" in Page(markup).text()
 
 
 def test_the_floors_are_documented():
@@ -155,7 +155,7 @@ def test_a_straggler_is_named():
     text = Page(by_rank("rank", [of_seconds("write", [1.0, 1.0, 4.0, 1.0]), of_bytes("Saved", [5, 5, 5, 5])])).text()
     assert "write: rank 2 stands out; rank 2 has 4 s, 4.0 times the median." in text
     assert "Saved: rank" not in text
-    said = "No rank stands out, which takes more than 1.2 times the median and also 1.0 MiB above it."
+    said = "No rank stands out: none has more than 1.2 times the median, and more than 1.0 MiB above it."
     assert said in Page(by_rank("rank", [of_bytes("Saved", [5, 5])])).text()
 
 
