@@ -88,6 +88,13 @@ def plain_integer(value: Any) -> Any:
     return int(value) if isinstance(value, np.integer) else value
 
 
+def check_integer(name: str, value: object, least: int = 0) -> None:
+    """Raise ValidationError where an argument is not an integer of Python, or too small."""
+    if type(value) is not int or value < least:
+        got = " ".join(repr(value).split())
+        raise ValidationError([f"{name} has to be an integer >= {least}; got {got}. Remedy (FC101): give an int"])
+
+
 def castable(source: str, target: str) -> bool:
     """Return whether a load may cast: floats and complex numbers among themselves, integers to wider or floating types.
 

@@ -28,7 +28,7 @@ from paddle_flexckpt.report import PublishReport
 from paddle_flexckpt.rollout.fastdeploy_versions import VERSION_FILE, Listing, file_digest, part_file
 from paddle_flexckpt.tools.tensor_files import Chosen, TensorFile, group_evenly, tensor_file
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
-from paddle_flexckpt.transfer.options import GROUP, SHARDS, takes
+from paddle_flexckpt.transfer.options import GROUP, SHARDS, rule, takes
 
 # An axis, or an axis and the shares of the tensors that lie side by side along it.
 Axis = Union[int, "tuple[int, Sequence[int]]"]
@@ -51,7 +51,7 @@ class SnapshotOptions(PublishOptions):
     """
 
     step: int | str = 0
-    degree: int = 1
+    degree: int = field(default=1, metadata=rule(least=1))
     axes: Mapping[str, Axis] = field(default_factory=dict)
     gpu_ids: Sequence[int] | None = None
 
@@ -61,9 +61,7 @@ class SnapshotOptions(PublishOptions):
         wrong = []
         if type(self.step) not in (int, str) or self.step == "":
             wrong.append(f"step has to be a number or a name; got {self.step!r}")
-        if type(self.degree) is not int or self.degree < 1:
-            wrong.append(f"degree has to be a positive integer; got {self.degree!r}")
-        elif len(self.gpus) != self.degree or not all(type(gpu) is int and gpu >= 0 for gpu in self.gpus):
+        if len(self.gpus) != self.degree or not all(type(gpu) is int and gpu >= 0 for gpu in self.gpus):
             wrong.append(f"gpu_ids has to have a number for each of {self.degree} ranks; got {self.gpus!r}")
         for pattern, axis in self.axes.items():
             number, shares = _axis(axis)

@@ -39,18 +39,14 @@ class FullOptions(StatementOptions):
         check_replicas: Whether replicas of one shard are compared; if not, one of them is used.
     """
 
-    num_splits: int = field(default=1, metadata=rule(may_differ=_OWN))
+    num_splits: int = field(default=1, metadata=rule(may_differ=_OWN, least=1))
     shard_idx: int = field(default=0, metadata=rule(may_differ=_OWN))
-    memory_growth_threshold: int = field(default=8 << 30, metadata=rule(may_differ=_OWN))
+    memory_growth_threshold: int = field(default=8 << 30, metadata=rule(may_differ=_OWN, least=1))
     check_replicas: bool = field(default=True, metadata=rule(choices=(True, False)))
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()
-        for name, least in (("num_splits", 1), ("shard_idx", 0), ("memory_growth_threshold", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValidationError([f"{name} has to be an integer of at least {least}; got {value!r}"])
         if self.shard_idx >= self.num_splits:
             raise ValidationError([f"shard_idx has to be below num_splits, {self.num_splits}; got {self.shard_idx}"])
 

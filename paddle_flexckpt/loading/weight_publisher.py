@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.resolved_weights import ResolvedWeights
 from paddle_flexckpt.foreign.weight_deltas import CHECKSUMS, ENCODINGS, import_package, new_hasher
@@ -55,17 +55,14 @@ class PublisherOptions(PublishOptions):
             stay. None keeps all.
     """
 
-    full_every: int = 20
+    full_every: int = field(default=20, metadata=rule(least=1))
     encoding: Literal["xor", "overwrite"] = field(default="xor", metadata=rule(choices=ENCODINGS))
     checksum: Literal["xxh3-128", "adler32", "blake3"] = field(default="xxh3-128", metadata=rule(choices=CHECKSUMS))
-    keep: int | None = None
+    keep: int | None = field(default=None, metadata=rule(least=1))
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()
-        for name, value in {"full_every": self.full_every, "keep": self.keep}.items():
-            if (type(value) is not int or value < 1) and not (name == "keep" and value is None):
-                raise ValidationError([f"{name} has to be an integer >= 1; got {value!r}"])
         if self.full_every > 1:
             import_package("zstandard")
             new_hasher(self.checksum)

@@ -70,10 +70,6 @@ class ManagerOptions(Options):
             raise ValidationError([f"memory has to be a MemoryTier or None; got {self.memory!r}"])
         if not isinstance(self.async_save, (bool, BackgroundWriter)):
             raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {self.async_save!r}"])
-        if not isinstance(self.pages, bool):
-            raise ValidationError([f"pages has to be a bool; got {self.pages!r}"])
-        if not isinstance(self.reports, bool):
-            raise ValidationError([f"reports is True or False; got {self.reports!r}"])
         SaveOptions(async_save=self.async_save, slice_bytes=self.slice_bytes, staging_bytes=self.staging_bytes).check()
 
 

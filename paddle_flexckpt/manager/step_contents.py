@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
+from paddle_flexckpt.catalog.dtypes import check_integer
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.memory.sources import check_state
 from paddle_flexckpt.memory.state import flatten_state_dict
@@ -306,8 +307,7 @@ def _shortened(text: str) -> str:
 
 def check_step(step: object) -> None:
     """Raise ValidationError where this is not the number of a step."""
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValidationError([f"step has to be an integer >= 0; got {step!r}"])
+    check_integer("step", step)
 
 
 def agree_and_collect(answers: list[bytes], context: str, ranks: Sequence[int]) -> list[Any]:

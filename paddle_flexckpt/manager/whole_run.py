@@ -141,8 +141,9 @@ def save(
     context = f"cannot save to {shown(path)}"
 
     def collect() -> tuple[dict[str, Any], bytes]:
+        head = asked.encode("save", **objects.given())
         shards = {**objects.shards(), **objects.extra_state(asked.step, asked.rng, dataloader, extra)}
-        return shards, join((asked.encode("save", **objects.given()), digest_values(shards).encode()))
+        return shards, join((head, digest_values(shards).encode()))
 
     shards, answers = comm.together(collect, context)
     (digests,) = check_heads(answers, context, comm.ranks)

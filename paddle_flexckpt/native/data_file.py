@@ -241,9 +241,7 @@ def encode_header(items: Catalog, save: SaveInfo) -> bytes:
         "save_token": save.save_token,
         "format": "flexckpt",
         "format_version": format_version(items),
-        "unique_id": str(save.unique_id),
-        "world_size": str(save.world_size),
-        "step": "" if save.step is None else str(save.step),
+        **({"unique_id": "", "world_size": "", "step": ""} | save.texts()),
         "shards": f"{{{', '.join(shards)}}}",
     }
     start = json.dumps({"__metadata__": info}, ensure_ascii=False, separators=(",", ":"))

@@ -54,6 +54,15 @@ class SaveInfo:
     world_size: int
     step: int | None = None
 
+    def texts(self) -> dict[str, str]:
+        """Return the numbers as a file has them; ValueError if one could not be read again."""
+        numbers: dict[str, object] = {"unique_id": self.unique_id, "world_size": self.world_size}
+        numbers |= {} if self.step is None else {"step": self.step}
+        for name, value in numbers.items():
+            if type(value) is not int:
+                raise ValueError(f"{name} of a manifest is an int; got {value!r}")
+        return {name: str(value) for name, value in numbers.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
@@ -204,9 +213,7 @@ class Manifest:
         if self.nodes:
             # Not in the header, which is small.
             arrays["nodes"] = np.frombuffer(json.dumps(self.nodes).encode(), dtype=np.uint8)
-        info = self.describe() | {"unique_id": str(self.unique_id), "world_size": str(self.world_size)}
-        if self.step is not None:
-            info["step"] = str(self.step)
+        info = self.describe() | self.info.texts()
         if self.partial:
             info["partial"] = self.partial
         info["digest"] = _digest(arrays, info)

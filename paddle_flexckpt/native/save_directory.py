@@ -32,6 +32,7 @@ from paddle_flexckpt.catalog import (
     NotDurableError,
     ValidationError,
 )
+from paddle_flexckpt.catalog.dtypes import check_integer
 from paddle_flexckpt.catalog.errors import TakenError, without_remedy
 from paddle_flexckpt.media.backend import Location, Lock, SaveLock, publish, write_file
 from paddle_flexckpt.media.opening import open_destination
@@ -161,9 +162,9 @@ class SaveDirectory(CheckpointDirectory):
 
         Arguments and errors are those of :meth:`open_save`.
         """
-        if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
-            raise ValidationError(f"unique_id must be None or an integer >= 0; got {unique_id!r}")
-        if unique_id is None:
+        if unique_id is not None:
+            check_integer("unique_id", unique_id)
+        else:
             used = [int(match[1]) for match in map(MANIFEST.fullmatch, names) if match]
             used += [save.unique_id for name in names for save in (marked_by(name), save_of(name)) if save is not None]
             unique_id = max(used, default=-1) + 1

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
-from paddle_flexckpt.catalog.dtypes import plain_integer
+from paddle_flexckpt.catalog.dtypes import check_integer, plain_integer
 from paddle_flexckpt.catalog.portable import decode, encode
 from paddle_flexckpt.catalog.short_reprs import ShortRepr
 from paddle_flexckpt.catalog.wire import join
@@ -118,10 +118,13 @@ def collect_extra_state(
         Names to CPU tensors (those in ``more`` as they are).
 
     Raises:
-        ValidationError: A value is not portable (see :mod:`~paddle_flexckpt.catalog.portable`), or ``data`` is no
-            such sampler.
+        ValidationError: A value is not portable (see :mod:`~paddle_flexckpt.catalog.portable`), ``step`` is no step, or
+            ``data`` no such sampler.
     """
     check_data(data)
+    step = plain_integer(step)
+    if step is not None:
+        check_integer("step", step)
     tensors: dict[str, Any] = {}
     rank = _rank()
     position: Any = None if data is None else data.state_dict()
@@ -129,7 +132,7 @@ def collect_extra_state(
     common = {
         "version": _VERSION,
         "layout": _layout(),
-        "step": plain_integer(step),
+        "step": step,
         "lr_scheduler": None if lr_scheduler is None else scheduler_state(lr_scheduler),
         "scaler": None if scaler is None else scaler.state_dict(),
         "data": position,

@@ -73,7 +73,7 @@ class NodeSave:
         """
         layout = self.nodes.layout
         copies, count = layout.copies, len(layout.nodes)
-        if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= count:
+        if not 1 <= copies <= count:
             raise ValidationError(
                 f"node_copies has to be 1 to {count}, the number of nodes "
                 f"({', '.join(layout.names)}); got {copies!r}. Remedy (FC504): lower it, or run on more nodes"

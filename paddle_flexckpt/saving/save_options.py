@@ -96,17 +96,13 @@ class SaveOptions(ProgressOptions):
                 "handle.progress"
             )
         if self.staging_bytes is not None and (
-            self.async_save is False
-            or self.slice_bytes is not None
-            or not _is_at_least(self.staging_bytes, LEAST_BYTES)
+            self.async_save is False or self.slice_bytes is not None or self.staging_bytes < LEAST_BYTES
         ):
             raise ValidationError(
                 f"staging_bytes={self.staging_bytes!r} needs async_save, no slice_bytes, and {LEAST_BYTES} bytes or "
                 "more. Remedy (FC101): leave it out, or save synchronously, which takes less"
             )
-        if self.slice_bytes is not None and (
-            self.async_save is False or not _is_at_least(self.slice_bytes, _LEAST_SLICE)
-        ):
+        if self.slice_bytes is not None and (self.async_save is False or self.slice_bytes < _LEAST_SLICE):
             raise ValidationError(
                 f"slice_bytes={self.slice_bytes!r} needs async_save, and at least {_LEAST_SLICE} bytes. "
                 "Remedy (FC101): give both, or neither"
@@ -115,8 +111,3 @@ class SaveOptions(ProgressOptions):
             raise ValidationError([f"node_copies={self.node_copies!r} needs storage='per_node'"])
         if self.parity is not None and (self.storage == "shared" or self.node_copies != 1):
             raise ValidationError([f"parity={self.parity!r} needs storage='per_node', and no node_copies"])
-
-
-def _is_at_least(nbytes: object, least: int) -> bool:
-    """Return whether this is a number of bytes, and large enough."""
-    return type(nbytes) is int and nbytes >= least

@@ -105,7 +105,7 @@ class ConvertOptions(OutputOptions, WholeOptions):
             problems.append(
                 "whole tensors have no replicas; save_replicas needs a strategy. Remedy (FC101): leave it out"
             )
-        if type(self.memory_bytes) is not int or self.memory_bytes < LEAST_MEMORY:
+        if self.memory_bytes < LEAST_MEMORY:
             least = format_bytes(LEAST_MEMORY)
             problems.append(f"memory_bytes has to be an integer of at least {least}; got {self.memory_bytes!r}")
         if self.dtype is not None and not is_float(dtype_of(self.dtype).name):

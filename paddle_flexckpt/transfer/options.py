@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args
 import numpy as np
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.dtypes import check_integer
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.progress import Meter, ProgressCallback
 
@@ -64,7 +65,7 @@ CHECKPOINT = "what is compared is the checkpoint that it stands for"
 
 
 def rule(
-    choices: tuple[Any, ...] = (), may_differ: str = "", compared: Callable[[Any], Any] | None = None
+    choices: tuple[Any, ...] = (), may_differ: str = "", compared: Callable[[Any], Any] | None = None, least: int = 0
 ) -> dict[str, Any]:
     """Return the metadata of an option's field.
 
@@ -72,8 +73,9 @@ def rule(
         choices: The possible values; () for any.
         may_differ: Why ranks may differ in it; "" if they may not.
         compared: Returns what ranks compare of a value without a text of its own; raises for an invalid value.
+        least: The least value of an integer.
     """
-    return {"choices": choices, "may_differ": may_differ, "compared": compared}
+    return {"choices": choices, "may_differ": may_differ, "compared": compared, "least": least}
 
 
 def _config_digest(config: Any) -> Any:
@@ -84,13 +86,16 @@ def _config_digest(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one public call; each subclass adds its own as fields."""
+    """The options of one public call; each subclass adds its own as fields.
+
+    A field of type ``int``, ``bool`` or ``float``, or one of these or None, takes nothing else.
+    """
 
     def __post_init__(self) -> None:
-        """Convert integers of numpy to Python's own."""
+        """Convert integers and booleans of numpy to Python's own."""
         for name, value in vars(self).items():
-            if isinstance(value, np.integer):
-                object.__setattr__(self, name, int(value))
+            if isinstance(value, (np.integer, np.bool_)):
+                object.__setattr__(self, name, value.item())
 
     @classmethod
     def compared(cls) -> list[str]:
@@ -101,6 +106,14 @@ class Options:
         """Raise ValidationError if an option has a value that it cannot have."""
         for each in fields(self):
             choices, value = each.metadata.get("choices", ()), getattr(self, each.name)
+            kind = str(each.type).replace(" | None", "")
+            if value is None and kind != each.type:
+                continue
+            if kind == "int":
+                check_integer(each.name, value, each.metadata.get("least", 0))
+            if kind == "float" and not (type(value) in (int, float) and value > 0):
+                raise ValidationError([f"{each.name} has to be a number > 0; got {value!r}"])
+            choices = choices or (True, False) * (kind == "bool")
             if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
                 *texts, last = map(repr, choices)
                 listed = f"{', '.join(texts)} or {last}"
@@ -322,13 +335,7 @@ class OutputOptions(Options):
         max_file_bytes: Bytes of tensors in one file, where they are whole; a larger tensor has a file for itself.
     """
 
-    max_file_bytes: int = 5 << 30
-
-    def check(self) -> None:
-        """Raise ValidationError if an option has a value that it cannot have."""
-        super().check()
-        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
-            raise ValidationError([f"max_file_bytes has to be a positive integer; got {self.max_file_bytes!r}"])
+    max_file_bytes: int = field(default=5 << 30, metadata=rule(least=1))
 
 
 @dataclass(frozen=True)

@@ -80,14 +80,14 @@ SOURCES = {
     "int_value": TARGETS["int_value"],
     "name_is_no_string": ["names that are strings", "key 'model.'", "got 3"],
     "same_name_twice": ["two entries of the nested state dict have the same name", "key 'a.b'"],
-    "coordinator_out_of_range": ["coordinator_rank counts within the process group, 0 to 1; got -1"],
+    "coordinator_out_of_range": ["coordinator_rank has to be an integer >= 0; got -1"],
     "partial_dist_tensor": TARGETS["partial_dist_tensor"],
 }
 SAVES = {
     **SOURCES,
     "async_save_is_no_writer": ["async_save has to be a bool or a BackgroundWriter; got 'yes'"],
     "ranks_save_under_different_ids": ["ranks disagree", '"unique_id": 4', '"unique_id": 5', "Remedy"],
-    "id_is_negative": ["unique_id must be None or an integer >= 0; got -1"],
+    "id_is_negative": ["unique_id has to be an integer >= 0; got -1"],
     "disk_full_on_one_rank": ["[rank 1]", "No space left on device"],
     "commit_fails": ["[rank 0]", "Input/output error"],
 }

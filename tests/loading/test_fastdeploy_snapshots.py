@@ -173,7 +173,7 @@ def test_a_fused_parameter_is_in_natural_order_before_it_is_cut(tmp_path):
         (2, {"n.*": 0}, "axes: 'n.*' matches no tensor; there are ['m.down', 'm.k', 'm.none']. Remedy (FC101)"),
         (2, {"m.q": "0"}, "axes['m.q'] has to be an axis, or an axis and shares; got '0'"),
         (2, {"m.q": (0, [0])}, "axes['m.q'] has to be an axis, or an axis and shares; got (0, [0])"),
-        (0, {}, "degree has to be a positive integer; got 0"),
+        (0, {}, "degree has to be an integer >= 1; got 0"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_on_every_rank(values, tmp_path, degree, axes, message):

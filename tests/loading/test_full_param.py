@@ -90,9 +90,9 @@ def test_a_step_meanwhile_is_an_error_and_no_mixture():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_splits": 0}, "num_splits has to be an integer of at least 1; got 0"),
+        ({"num_splits": 0}, "num_splits has to be an integer >= 1; got 0"),
         ({"num_splits": 2, "shard_idx": 2}, "shard_idx has to be below num_splits, 2; got 2"),
-        ({"memory_growth_threshold": 1.5}, "memory_growth_threshold has to be an integer of at least 1; got 1.5"),
+        ({"memory_growth_threshold": 1.5}, "memory_growth_threshold has to be an integer >= 1; got 1.5"),
         ({"aoa_config": {"aoa_statements": ["lost -> m.a"]}}, "lost"),
     ],
 )

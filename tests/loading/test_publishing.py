@@ -212,7 +212,7 @@ def everywhere(size, state_of, output, **options):
     [
         ({"config": {"x": object()}}, "config cannot be read or written as JSON"),
         ({"config": "/nowhere/config.json"}, "config cannot be read or written as JSON"),
-        ({"max_file_bytes": 0}, "max_file_bytes has to be a positive integer"),
+        ({"max_file_bytes": 0}, "max_file_bytes has to be an integer >= 1"),
         ({"prefix": "q"}, "there is nothing to export"),
         ({"aoa_config": {"aoa_statements": ["no -> w"]}}, "no"),
         ({"coordinator_rank": 2}, "coordinator_rank counts within the process group"),

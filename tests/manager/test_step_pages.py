@@ -93,5 +93,5 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path):
 
 
 def test_pages_is_a_bool(tmp_path):
-    with pytest.raises(ValidationError, match="pages has to be a bool; got 'yes'"):
+    with pytest.raises(ValidationError, match="pages is True or False; got 'yes'"):
         manager_of(tmp_path, pages="yes")

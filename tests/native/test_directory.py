@@ -96,7 +96,7 @@ def test_tokens_differ(tmp_path):
 
 @pytest.mark.parametrize("unique_id", [-1, "0", 1.0, True])
 def test_an_id_that_is_no_id_is_refused(tmp_path, unique_id):
-    with pytest.raises(ValidationError, match="unique_id must be None or an integer >= 0"):
+    with pytest.raises(ValidationError, match="unique_id has to be an integer >= 0"):
         open_to_save(tmp_path).open_save(unique_id)
     assert names(tmp_path) == []
 

@@ -355,10 +355,10 @@ def test_an_id_is_replaced_on_all_nodes(saved):
     ("options", "text"),
     [
         ({"node_copies": 3}, "node_copies has to be 1 to 2"),
-        ({"node_copies": True}, "node_copies has to be 1 to 2"),
+        ({"node_copies": True}, "node_copies has to be an integer"),
         ({"storage": "nodes"}, "'shared' or 'per_node'"),
         ({"storage": "shared", "node_copies": 2}, "node_copies=2 needs storage='per_node'"),
-        ({"unique_id": -1}, "unique_id must be"),
+        ({"unique_id": -1}, "unique_id has to be"),
     ],
 )
 def test_options_that_cannot_be_kept_are_refused(nodes, options, text):

@@ -620,7 +620,7 @@ WRONG = [
     ({"keep": "latest"}, "keep has to be a KeepPolicy or several; got 'latest'"),
     ({"save_when": [SaveEvery(1), 3]}, "save_when has to be a SavePolicy or several; got 3"),
     ({"async_save": "yes"}, "async_save has to be a bool or a BackgroundWriter; got 'yes'"),
-    ({"pages": 1}, "pages has to be a bool; got 1"),
+    ({"pages": 1}, "pages is True or False; got 1"),
     ({"reports": "all"}, "reports is True or False; got 'all'"),
     ({"slice_bytes": 5, "async_save": True}, "slice_bytes="),
     ({"preemption_signals": (signal.SIGTERM, signal.SIGKILL)}, "cannot be handled"),

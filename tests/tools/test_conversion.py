@@ -656,7 +656,7 @@ def test_a_damaged_source_is_an_error_and_no_checkpoint(checkpoint, values, tmp_
         ({"strategy": "tp=2"}, "nothing says how tensor parallelism cuts the model"),
         ({"strategy": "tp=3", "cuts": CUTS}, "tensor parallelism cannot cut a tensor evenly"),
         ({"strategy": "xp=3"}, "cannot read a strategy"),
-        ({"max_file_bytes": 0}, "max_file_bytes has to be a positive integer"),
+        ({"max_file_bytes": 0}, "max_file_bytes has to be an integer >= 1"),
         ({"memory_bytes": 1 << 20}, "memory_bytes has to be an integer of at least 128.0 MiB; got 1048576"),
         ({"dtype": "int8"}, "dtype is a floating-point type"),
         ({"dtype": "float7"}, "'float7' is not supported"),

@@ -58,12 +58,12 @@ def test_fields_say_what_is_compared():
     assert json.loads(More(text="ab").encode("save", world=2)) == {
         "call": "save", "step": None, "kind": "one", "text": 2, "world": 2,
     }  # fmt: skip
-    assert json.loads(More(step={1}).encode("save"))["step"] == "{1}"
+    assert json.loads(More().encode("save", also={1}))["also"] == "{1}"
 
 
 def test_a_rule_says_what_a_field_may_hold_and_whose_business_it_is():
-    assert rule() == {"choices": (), "may_differ": "", "compared": None}
-    assert rule((1, 2), "why", len) == {"choices": (1, 2), "may_differ": "why", "compared": len}
+    assert rule() == {"choices": (), "may_differ": "", "compared": None, "least": 0}
+    assert rule((1, 2), "why", len) == {"choices": (1, 2), "may_differ": "why", "compared": len, "least": 0}
 
 
 def test_options_that_another_call_has_too_are_passed_on():
@@ -221,7 +221,7 @@ def test_a_file_of_an_export_has_a_positive_number_of_bytes(wrong):
         ExportOptions(max_file_bytes=good).check()
     with pytest.raises(ValidationError) as caught:
         ExportOptions(max_file_bytes=wrong).check()
-    assert str(caught.value) == f"max_file_bytes has to be a positive integer; got {wrong!r}"
+    assert str(caught.value) == f"max_file_bytes has to be an integer >= 1; got {wrong!r}. Remedy (FC101): give an int"
     with pytest.raises(ValidationError, match="verify"):
         ExportOptions(verify="never").check()
 
