@@ -3,7 +3,7 @@
 The writers do what ranks do in a save without ``async_save``: all write, the coordinator's commits, and after each step
 all know the result. A writer that loses the coordinator's looks for the manifest, with which the checkpoint exists.
 
-Tested in tests/background/test_outcome.py and tests/background/test_ranks.py.
+Tested in tests/background/test_outcome.py, tests/background/test_ranks.py and tests/simulation/test_lost_writers.py.
 """
 
 from __future__ import annotations
@@ -183,14 +183,13 @@ def _in_turn(job: WriteJob) -> list[int]:
 
 
 def _ask(job: WriteJob, members: Iterable[int]) -> bytes | None:
-    """Return the outcome of a save as the first of other members knows it that answers; None if none does."""
-    ends = time.monotonic() + job.timeout
-    token = bytes.fromhex(job.names.token)
-    answers = (
-        ask_outcome(job.addresses[position], token, max(0.0, ends - time.monotonic()))
-        for position in members
-        if position != job.position
-    )
+    """Return the outcome of a save as the first of other members knows it that answers; None if none does.
+
+    Each of them may lose the coordinator a timeout later than this one, and ask others itself before it knows.
+    """
+    token, seconds = bytes.fromhex(job.names.token), 2 * job.timeout
+    others = (job.addresses[position] for position in members if position != job.position)
+    answers = (ask_outcome(address, token, seconds) for address in others)
     return next((answer for answer in answers if answer is not None), None)
 
 

@@ -83,6 +83,7 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         # The file of a save to nodes may be gone by now, and its pages are memory as long as they are mapped.
         del data, waves, write
         _send(channel, {"save": message["save"], **asdict(outcome)})
+    listener.linger()
 
 
 def _messages(channel: Channel, listener: GroupListener) -> Iterator[tuple[dict[str, Any], list[int]]]:

@@ -2,7 +2,7 @@
 
 One rank of each node acts there: the one that has got the lock of the run's directory.
 
-Tested in tests/manager/test_memory_tier.py.
+Tested in tests/manager/test_memory_tier.py and tests/manager/test_memory_states.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.saving.saver import save_from_file
-from paddle_flexckpt.tools.memory_runs import note_root, numbers_in, remove_run, remove_step, runs_of, steps_in
+from paddle_flexckpt.tools.memory_runs import (
+    note_root,
+    numbers_in,
+    publish_step,
+    remove_run,
+    remove_step,
+    runs_of,
+    steps_in,
+)
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -162,15 +170,17 @@ class MemorySteps:
 
     def whole_steps(self, run: str | None, context: str) -> set[int]:
         """Return those of :meth:`find_steps` of which all data is there, on whatever nodes."""
-        return {step for step in self.find_steps(run, context) if self._is_whole(step, context)}
+        return {step for step in self.find_steps(run, context) if self._find_whole(step, context)}
 
-    def _is_whole(self, step: int, context: str) -> bool:
+    def _find_whole(self, step: int, context: str) -> str:
+        """Return the token of a step's save of which all data is there; "" if there is none."""
         with contextlib.ExitStack() as locks, contextlib.suppress(CorruptCheckpointError):
             directory = SourceDirectory(self.directory(step))
             head = UNIQUE_ID, lambda: b"{}"
             found = find_checkpoint(self._comm, lambda: directory, *head, locks, context, rebuilds=False)
-            return found.is_whole and start_of(found.manifest) >= self._starts[step]
-        return False
+            if found.is_whole and start_of(found.manifest) >= self._starts[step]:
+                return found.manifest.save_token
+        return ""
 
     def add_candidates(
         self, candidates: Sequence[Candidate], steps: Sequence[int], asked: RestoreOptions, targets: RestoreTargets
@@ -237,13 +247,7 @@ class MemorySteps:
                 logger.error(f"step {asked.step} could not be saved to memory, and is saved to the root: {error}")
             return None, error
 
-    def save(
-        self,
-        asked: StepOptions,
-        shards: Mapping[str, Any],
-        run: str,
-        context: str,
-    ) -> SaveHandle:
+    def save(self, asked: StepOptions, shards: Mapping[str, Any], run: str, context: str) -> SaveHandle:
         """Begin to save a step of a run. The coordinator notes the run in the root before the first save.
 
         Raises:
@@ -315,15 +319,24 @@ class MemorySteps:
         """Remove what earlier starts and failed saves have left: a save needs its room.
 
         The newest ``keep`` steps stay, the whole ones first: the others may be whole again when a node comes back.
-        Those above the one that the run continues count as older: it has left them.
+        Those above the one that the run continues count as older: it has left them. A whole step that stays is first
+        published on all nodes that have prepared it, as others would lose it with the nodes that have published it.
         """
-        is_whole: dict[int, bool] = {}
+        whole: dict[int, str] = {}
         last = self._restored
         steps = sorted(self._listed(context), key=lambda step: (last is not None and step > last, -step))
         for step in steps:
-            if sum(is_whole.values()) < self._tier.keep:
-                is_whole[step] = self._is_whole(step, context)
-        self._kept = sorted(sorted(is_whole, key=lambda step: not is_whole[step])[: self._tier.keep])
+            if sum(map(bool, whole.values())) < self._tier.keep:
+                whole[step] = self._find_whole(step, context)
+        self._kept = sorted(sorted(whole, key=lambda step: not whole[step])[: self._tier.keep])
+
+        def publish() -> tuple[None, bytes]:
+            for step in self._kept if self._acts else ():
+                publish_step(self.directory(step), whole[step])
+            return None, b""
+
+        if self._kept:
+            self._comm.together(publish, f"{context}: a step in memory could not be published on all nodes")
         self._remove(f"{context}: what need not be kept in memory could not be removed")
         self._is_tidy = True
 

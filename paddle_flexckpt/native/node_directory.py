@@ -9,7 +9,7 @@ A node whose save died between these two steps cannot know whether another has p
 a later save finds out. A save that another node has replaced since is not published any more: that node has a newer
 checkpoint of the id, and need not have the files of the older one.
 
-Tested in tests/saving/test_nodes.py.
+Tested in tests/saving/test_nodes.py and tests/saving/test_node_states.py.
 """
 
 from __future__ import annotations

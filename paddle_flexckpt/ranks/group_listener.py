@@ -34,6 +34,8 @@ PAYLOADS = 2
 # The most saves of which something is remembered: outcomes, and connections that came before their save began.
 _MOST_SAVES = 16
 _PAUSE_SECONDS = 0.1
+# After a save that has lost a member, others ask for its outcome at once. Its training process may end at once too.
+_LINGER_SECONDS = 2.0
 # An answer leaves at once, if it is not very long.
 _ANSWER_SECONDS = 1.0
 # A host that went down sends nothing. The kernel probes it after 30 seconds of silence, and gives up after 90. There is
@@ -60,6 +62,7 @@ class GroupListener:
         self._greeted: OrderedDict[tuple[bytes, bool], list[tuple[int, socket.socket]]] = OrderedDict()
         # By token, the outcome, and the text of the error for members that come too late.
         self._ended: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
+        self._lingers_until = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         """Wait at most so many seconds; return the data of ready sockets that others have registered, perhaps none."""
@@ -109,10 +112,17 @@ class GroupListener:
         come by now are answered when this returns, as the process may be about to end.
         """
         self._ended.setdefault(token, (outcome, late_error.encode()))
+        if late_error:
+            self._lingers_until = time.monotonic() + _LINGER_SECONDS
         if len(self._ended) > _MOST_SAVES:
             self._ended.popitem(last=False)
         self._answer(token)
         self.serve()
+
+    def linger(self) -> None:
+        """Serve those who ask for the outcome, if a save has just lost a member: this process is about to end."""
+        while (left := self._lingers_until - time.monotonic()) > 0:
+            self.select(left)
 
     def close(self) -> None:
         """Close the listening socket, and the connections that nobody has used."""

@@ -16,6 +16,8 @@ import shutil
 from dataclasses import dataclass
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
+from paddle_flexckpt.catalog.errors import TakenError
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Backend, write_file
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.manifest import read_save_token
@@ -85,6 +87,17 @@ def numbers_in(directory: Backend) -> dict[int, int]:
         with contextlib.suppress(CorruptCheckpointError, FileNotFoundError), manifest.open(_MANIFEST) as file:
             found[step] = int(read_save_token(file, manifest.where(_MANIFEST))[:8], 16)
     return found
+
+
+def publish_step(directory: Backend, token: str) -> None:
+    """Publish a save of a step that another node has published, if this one has prepared it, and has no newer one.
+
+    Where it is still being written, the process that does so publishes it.
+    """
+    with contextlib.suppress(FileNotFoundError, TakenError), directory.locks.take():
+        step = open_to_save(directory)
+        if step.tokens().get(0, "") < token:
+            step.publish_prepared({token})
 
 
 def remove_step(directory: Backend) -> bool:
