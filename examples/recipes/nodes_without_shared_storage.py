@@ -14,7 +14,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 
 if dist.ParallelEnv().world_size < 2:
-    sys.exit(f"Start it with the launcher:\n{__doc__}")
+    sys.exit(f"Start it with the launcher, on that many ranks:\n{__doc__}")
 if not paddle.device.is_compiled_with_cuda():
     cpu_world.install()
 fc.install()

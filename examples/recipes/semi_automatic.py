@@ -15,7 +15,7 @@ from paddle_flexckpt.testing import cpu_world
 
 DATA, TENSOR = (int(argument) for argument in (*sys.argv[1:], 0, 0)[:2])
 if dist.ParallelEnv().world_size != DATA * TENSOR:
-    sys.exit(f"Start it with the launcher:\n{__doc__}")
+    sys.exit(f"Start it with the launcher, on that many ranks:\n{__doc__}")
 STEPS, SAVE_AFTER = 4, 2
 
 if not paddle.device.is_compiled_with_cuda():

@@ -14,7 +14,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 
 if dist.ParallelEnv().world_size < 2 or len(sys.argv) < 2:
-    sys.exit(f"Start it with the launcher:\n{__doc__}")
+    sys.exit(f"Start it with the launcher, on that many ranks:\n{__doc__}")
 LEVEL = sys.argv[1]
 WIDTH, BATCH, STEPS, SAVE_AFTER = 16, 8, 4, 2
 

@@ -15,7 +15,7 @@ from paddle_flexckpt.testing import cpu_world
 
 TENSOR, SHARDING = (int(argument) for argument in (*sys.argv[1:], 0, 0)[:2])
 if dist.ParallelEnv().world_size != TENSOR * SHARDING:
-    sys.exit(f"Start it with the launcher:\n{__doc__}")
+    sys.exit(f"Start it with the launcher, on that many ranks:\n{__doc__}")
 BATCH, MICRO_BATCH, STEPS, SAVE_AFTER = 16, 4, 4, 2
 
 has_gpu = paddle.device.is_compiled_with_cuda()

@@ -67,7 +67,7 @@ def test_a_recipe_that_needs_ranks_says_how_it_is_started(path, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "Start it with the launcher:" in done.stderr
+    assert "Start it with the launcher, on that many ranks:" in done.stderr
     assert f"python -m paddle.distributed.launch --nproc_per_node 2 {path.name}" in done.stderr
 
 
