@@ -22,7 +22,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.file_names import path_of
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.directory import CheckpointDirectory, lost_text
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_names import MANIFEST, lost_ids, marked_by, save_of
 
@@ -206,9 +206,9 @@ class SourceDirectory(CheckpointDirectory):
         """Return whether it is one file."""
         return bool(self._file)
 
-    def list_ids(self) -> list[int]:
-        """Return the ids of this library's own checkpoints, in rising order."""
-        return [] if self._file else super().list_ids()
+    def list_ids(self, takes_last: bool = False) -> list[int]:
+        """Return the ids of this library's own checkpoints, in rising order; errors as of the base class."""
+        return [] if self._file else super().list_ids(takes_last)
 
     def read_manifest(self, unique_id: int | None = None, keys: Sequence[str] | None = None) -> Manifest:
         """Read the manifest of a checkpoint (None: the highest id), or make one for another program's checkpoint.
@@ -366,18 +366,13 @@ def _explain_missing(listing: Listing, ids: Sequence[int], unique_id: int | None
 
 def _explain_unfinished(listing: Listing, ids: Sequence[int], unique_id: int | None) -> str:
     """Return the text about a save without a manifest, if there is one of the id; or ""."""
-    backend, path, complete = listing.backend, listing.backend.path, ids or "none"
+    path, complete = listing.backend.path, ids or "none"
     saves = {*map(save_of, listing.names), *map(marked_by, listing.names)}
     begun = sorted({save.unique_id for save in saves if save} - set(ids))
     wanted = begun if unique_id is None else [unique_id] if unique_id in begun else []
     lost = [each for each in lost_ids(listing.names) if each in wanted]
     if lost:
-        return (
-            f"{path} has the data files of a save (id {', '.join(map(str, lost))}), and neither its manifest nor the "
-            f"marker of an unfinished save: it was committed, and its manifest has been lost; complete ids here: "
-            f"{complete}. Remedy (FC306): restore {backend.where(f'{lost[0]}.manifest')} from a copy, or rebuild it: "
-            f"flexckpt repair {path} --id {lost[0]}"
-        )
+        return lost_text(listing.backend, lost, ids)
     if wanted:
         return (
             f"{path} has an unfinished save (id {', '.join(map(str, wanted))}): its manifest is missing, so it was "

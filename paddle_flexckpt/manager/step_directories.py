@@ -25,12 +25,12 @@ from paddle_flexckpt.manager.anchor import ANCHOR, AnchorFile
 from paddle_flexckpt.manager.identities import identify_run, of_one_run
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
 from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interrupted, name_of, page_of, report_of
+from paddle_flexckpt.manager.step_listing import StepListing
 from paddle_flexckpt.media.backend import Backend, Location, map_files, write_file
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_destination, reopen
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
-from paddle_flexckpt.native.save_names import marked_by
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.tools.memory_runs import is_run
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
@@ -40,7 +40,6 @@ logger = logging.getLogger("paddle_flexckpt")
 Which = Union[int, Literal["latest", "best"]]
 _UNREADABLE = "cannot be read"
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
-_STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 # A page, report or anchor that was not put in place.
 _TEMPORARY = re.compile(r"(?:step_\d{8,}\.(?:html|report\.json)|run\.json)\.[0-9a-f]{32}\.tmp", re.ASCII)
 
@@ -69,6 +68,7 @@ class StepDirectories:
         # A relative root is made absolute: the program may change its working directory.
         self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
+        self._listing = StepListing(self._root)
         self._removal, self.anchor = Removal(self._root), AnchorFile(self._root)
         self._cache: dict[int, _CachedStep] = {}
         # Steps with a checkpoint whose directory has no leftovers of dead saves, until the next save of the step.
@@ -81,37 +81,11 @@ class StepDirectories:
         """Return the directory of a step, whether it exists or not."""
         return self._root.child(name_of(step))
 
-    def steps(self, trusted: Collection[int] = ()) -> list[int]:
-        """Return the steps that have a checkpoint, damaged or not, in rising order.
-
-        The directories of ``trusted`` steps are not listed: a read finds out whether they have a checkpoint.
-        """
-        before: list[int] | None = None
-        while True:
-            steps = self._directories()
-            unknown = [step for step in steps if step not in trusted]
-            there = map_files(self._root, self._may_have_checkpoint, unknown)
-            missing = {step for step, is_there in zip(unknown, there) if not is_there}
-            found = [step for step in steps if step not in missing]
-            # A removed step may have been replaced by a new one since the listing: list again.
-            if (steps and not missing) or found == before:
-                return found
-            before = found
-
-    def _may_have_checkpoint(self, step: int) -> bool:
-        try:
-            return MANIFEST in self.directory(step).names()
-        except OSError:
-            return True  # a read raises the error
-
-    def _has_begun(self, step: int) -> bool:
-        with contextlib.suppress(OSError):
-            return any(map(marked_by, self.directory(step).names()))
-        return False
-
-    def _directories(self) -> list[int]:
-        matches = [(name, _STEP.fullmatch(name)) for name in self._root.names("directories")]
-        return sorted(int(match[1]) for name, match in matches if match and name_of(int(match[1])) == name)
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, damaged or not, in rising order; of a lost later one warn."""
+        steps = self._listing.steps()
+        self._listing.lost_above(steps, fails=False)
+        return steps
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return an entry for each step that has a checkpoint, in rising order of steps."""
@@ -131,9 +105,9 @@ class StepDirectories:
         This reads the first bytes of all manifests, and the records of new checkpoints.
         """
         trusted = {step for step, each in self._cache.items() if not each.problem}
-        known = self._look_at(self.steps(trusted))
+        known = self._look_at(self._listing.steps(trusted))
         if trusted - known.keys():
-            known = self._look_at(self.steps())  # a removed step may have been replaced by a new one meanwhile
+            known = self._look_at(self._listing.steps())  # a removed step may have been replaced by a new one meanwhile
         self._cache = known
         records = [each.record for each in known.values() if each.record is not None]
         return records, {step: each.problem for step, each in known.items() if each.problem}
@@ -188,9 +162,10 @@ class StepDirectories:
             ValidationError: There is no such checkpoint.
             CorruptCheckpointError: The best cannot be told, as one is damaged, and there may be no other.
         """
-        steps = self.steps()
-        begun = sorted(each for each in {*self._directories()} - {*steps} if self._has_begun(each))
-        damaged: dict[int, str] = {}
+        steps, damaged = self._listing.steps(), dict[int, str]()
+        begun = self._listing.begun()
+        if which == "latest":
+            damaged = self._listing.lost_above({*steps, *in_memory}, fails=not (fallback and steps))
         if not steps and not in_memory:
             raise ValidationError(
                 [
@@ -211,6 +186,8 @@ class StepDirectories:
                 )
         elif which in {*steps, *in_memory}:
             order = [step for step in reversed(steps) if step <= which and (fallback or step == which)]
+        elif which in self._listing.lost():
+            raise CorruptCheckpointError(self._listing.explain_lost(which))
         else:
             raise ValidationError(
                 f"there is no complete checkpoint of step {which} in {self.path}; there are "
@@ -230,6 +207,7 @@ class StepDirectories:
                 ]
             )
         records, damaged = self.records()
+        damaged |= {step: self._listing.explain_lost(step) for step in self._listing.lost()}
         if damaged and not fallback:
             raise CorruptCheckpointError(
                 "the best checkpoint cannot be told, as some are damaged: "
@@ -240,7 +218,12 @@ class StepDirectories:
 
     def find_run(self, step: int, restored: Which | None, run: str = "") -> str:
         """Return the identity of the run that saves ``step`` first, now or later, as :func:`identify_run` does."""
-        known = self._look_at(self.steps())
+        known = self._look_at(self._listing.steps())
+        return self._identify(known, step, restored, run)
+
+    def _identify(self, known: Mapping[int, _CachedStep], step: int, restored: Which | None, run: str) -> str:
+        if restored is None and not known:
+            self._listing.lost_above((), fails=True)  # they are not known to be of another run
         return identify_run(self.path, known, _identities(known), step, restored, run)
 
     def begin_run(self, step: int, restored: Which | None, run: str = "") -> str:
@@ -248,9 +231,9 @@ class StepDirectories:
 
         Of higher steps of this run there is a warning: a later restore of the latest takes them.
         """
-        self._own |= {*self._directories()}
-        known = self._look_at(self.steps())
-        self.run = run = identify_run(self.path, known, _identities(known), step, restored, run)
+        self._own |= {*self._listing.directories()}
+        known = self._look_at(self._listing.steps())
+        self.run = run = self._identify(known, step, restored, run)
         left = [str(each) for each in _identities(known) if each > step]
         if left:
             logger.warning(
@@ -270,7 +253,7 @@ class StepDirectories:
             highest step that a manager has saved.
         """
         known, problem = self.anchor.read()
-        steps = self.steps() if problem or known.saves else []
+        steps = self._listing.steps() if problem or known.saves else []
         for step in reversed(steps) if problem else ():
             with contextlib.suppress(OSError):
                 record = self._look(step).record
@@ -352,7 +335,7 @@ class StepDirectories:
                 self._root.remove(name)
         for step in interrupted(names):
             attempt(self._removal.finish, step)
-        directories = {*self._directories()}
+        directories = {*self._listing.directories()}
         self._cleaned &= directories
         for step in sorted(directories - self._cleaned):
             if step not in busy:

@@ -114,7 +114,15 @@ class Cleaner:
         saves = [(name, save) for name in names if (save := save_of(name)) is not None and name not in named]
         useless += [name for name, save in saves if save == own.save_id]
         if not being_read:
-            useless += [name for name, save in saves if save.unique_id == own.unique_id and save != own.save_id]
+            begun = {*map(marked_by, names)}
+            # Without a checkpoint to replace, data files of no unfinished save are those of a lost manifest.
+            useless += [
+                name
+                for name, save in saves
+                if save.unique_id == own.unique_id
+                and save != own.save_id
+                and (own.replaces or save in begun or not save.token or not name.endswith(".safetensors"))
+            ]
         others = self._others(own, names)
         dead = [each for each in others if each.save.unique_id == own.unique_id or not each.prepared]
         self._remove(useless, dead, names)

@@ -22,7 +22,7 @@ from paddle_flexckpt.media.backend import Backend, Location, Lock, map_files, re
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.save_names import MANIFEST, SaveNames, marked_by, rank_of, save_of
+from paddle_flexckpt.native.save_names import MANIFEST, SaveNames, lost_ids, marked_by, rank_of, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -40,9 +40,20 @@ class CheckpointDirectory:
         self.backend = open_backend(location)
         self.path = self.backend.path
 
-    def list_ids(self) -> list[int]:
-        """Return the ids of the checkpoints that have a manifest, in rising order."""
-        return sorted(int(match[1]) for match in map(MANIFEST.fullmatch, self.backend.names()) if match)
+    def list_ids(self, takes_last: bool = False) -> list[int]:
+        """Return the ids of the checkpoints that have a manifest, in rising order.
+
+        Raises:
+            CorruptCheckpointError: The caller ``takes_last``, and there is a higher one whose manifest has been lost.
+        """
+        names = self.backend.names()
+        ids = sorted(int(match[1]) for match in map(MANIFEST.fullmatch, names) if match)
+        # A listing that is made while a save commits may show neither its manifest nor its marker.
+        lost = [each for each in lost_ids(names, by_token=True) if takes_last and each > ids[-1]] if ids else []
+        lost = [each for each in lost if not self.has_manifest(each)]
+        if lost:
+            raise CorruptCheckpointError(f"{lost_text(self.backend, lost, ids)}; or load an older one, by unique_id=ID")
+        return ids
 
     def read_manifest(self, unique_id: int | None = None, keys: Sequence[str] | None = None) -> Manifest:
         """Read the manifest of a checkpoint; None takes the highest id.
@@ -51,9 +62,9 @@ class CheckpointDirectory:
 
         Raises:
             ValidationError: There is no such checkpoint.
-            CorruptCheckpointError: The manifest is damaged.
+            CorruptCheckpointError: The manifest is damaged; or that of a higher id has been lost, and none was named.
         """
-        ids = self.list_ids()
+        ids = self.list_ids(takes_last=unique_id is None)
         if not ids or (unique_id is not None and unique_id not in ids):
             wanted = "" if unique_id is None else f" with id {unique_id}"
             raise ValidationError(f"{self.path} has no checkpoint{wanted}; complete ids here: {ids or 'none'}")
@@ -167,6 +178,16 @@ class CheckpointDirectory:
         return [problems.get(name) == "" for name in sizes], {name: text for name, text in problems.items() if text}
 
 
+def lost_text(backend: Backend, lost: Sequence[int], complete: Sequence[int] = ()) -> str:
+    """Return the text about checkpoints of a directory whose manifests have been lost."""
+    return (
+        f"{backend.path} has the data files of a save (id {', '.join(map(str, lost))}), and neither its manifest nor "
+        "the marker of an unfinished save: it was committed, and its manifest has been lost; complete ids here: "
+        f"{list(complete) or 'none'}. Remedy (FC306): restore {backend.where(f'{lost[0]}.manifest')} from a copy, or "
+        f"rebuild it: flexckpt repair {backend.path} --id {lost[0]}"
+    )
+
+
 def number_of(manifest: Manifest) -> int:
     """Return the number of a checkpoint's save: of two saves of an id, the newer has the higher number."""
     return max((save.number for save in map(save_of, manifest.catalog.files) if save), default=0)
@@ -181,7 +202,7 @@ class LockedManifest:
         """Take the lock, then read; arguments and errors as of :meth:`CheckpointDirectory.read_manifest`."""
         before: list[int] | None = None
         while True:
-            ids = directory.list_ids()
+            ids = directory.list_ids(takes_last=unique_id is None)
             chosen = ids[-1] if ids and unique_id is None else unique_id
             try:
                 if chosen is None or chosen not in ids:
@@ -291,7 +312,10 @@ def is_complete(path: Location, unique_id: int | None = None) -> bool:
     """
     directory = CheckpointDirectory(path)
     with reading(directory.path):
-        ids = directory.list_ids()
+        try:
+            ids = directory.list_ids(takes_last=unique_id is None)
+        except CorruptCheckpointError:
+            return False
     chosen = unique_id if unique_id is not None else ids[-1] if ids else None
     info = _info(directory, chosen) if chosen is not None and chosen in ids else None
     return info is not None and info.complete

@@ -39,10 +39,10 @@ from paddle_flexckpt.media.opening import open_destination
 from paddle_flexckpt.native.cleaner import Cleaner
 from paddle_flexckpt.native.companion import Companion, CompanionFile
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import CheckpointDirectory, number_of
+from paddle_flexckpt.native.directory import CheckpointDirectory, lost_text, number_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partitions import Partition, count_partitions
-from paddle_flexckpt.native.save_names import MANIFEST, SaveNames, marked_by, new_token, save_of
+from paddle_flexckpt.native.save_names import MANIFEST, SaveNames, lost_ids, marked_by, new_token, save_of
 from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -183,6 +183,9 @@ class SaveDirectory(CheckpointDirectory):
                 f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
                 "at once. Remedy (FC405): save under a new id (unique_id=None takes the next one)"
             )
+        if unique_id in lost_ids(names, by_token=True):
+            text = lost_text(self.backend, [unique_id])
+            logger.warning(f"{text}, before this save of the same id is complete. The one after it removes those files")
         return unique_id
 
     def mark_save(self, save: SaveNames, world_size: int = 1, nodes: int = 1) -> None:

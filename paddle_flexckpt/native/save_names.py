@@ -146,12 +146,14 @@ def parity_of(data_file: str) -> str:
     return f"{data_file.rpartition('.')[0]}.parity"
 
 
-def lost_ids(names: Collection[str]) -> list[int]:
+def lost_ids(names: Collection[str], by_token: bool = False) -> list[int]:
     """Return the ids whose data files are among the names of a directory, and whose manifest has been lost.
 
-    As long as a save is not committed its marker is there, or a message of an older version.
+    As long as a save is not committed its marker is there, or a message of an older version. Such messages may have
+    been removed, so only those of saves with tokens (``by_token``) are sure to have been committed.
     """
     data = {save for name in names if name.endswith(".safetensors") and (save := save_of(name)) is not None}
+    data = {save for save in data if save.token or not by_token}
     messages = [match for match in map(_MESSAGE.fullmatch, names) if match]
     begun = {SaveId(int(each[1]), int(each[2] or 0)) for each in messages} | {*map(marked_by, names)}
     begun |= {save_of(name) for name in names if ".prepared" in name}

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
+from paddle_flexckpt.native.directory import LockedManifest, is_complete
 from paddle_flexckpt.native.save_names import lost_ids
 from tests.native.test_directory import save
 from tests.remedies.following import provoked
@@ -59,7 +60,7 @@ def test_a_lost_manifest_is_told_from_a_save_that_was_never_committed(tmp_path):
     save(path, 4)
     content = (path / "4.manifest").read_bytes()
     (path / "4.manifest").unlink()
-    with provoked("foreign/formats.py", "from a copy, or rebuild it: flexckpt repair "):
+    with provoked("native/directory.py", "from a copy, or rebuild it: flexckpt repair "):
         SourceDirectory(path).read_manifest(4)
     text = why(path, 4)
     assert "the data files of a save (id 4)" in text
@@ -67,6 +68,17 @@ def test_a_lost_manifest_is_told_from_a_save_that_was_never_committed(tmp_path):
     command = re.search(r"flexckpt (repair .* --id 4)", text)[1].split()
     assert main(command) == 0
     assert (path / "4.manifest").read_bytes() == content
+    # A load of the highest id does not fall back to an older checkpoint without a word.
+    (path / "4.manifest").unlink()
+    for look in (lambda: SourceDirectory(path).read_manifest(), lambda: LockedManifest(SourceDirectory(path))):
+        with pytest.raises(CorruptCheckpointError, match="its manifest has been lost") as caught:
+            look()
+        assert "Remedy (FC306): " in str(caught.value)
+        assert f"flexckpt repair {path} --id 4; or load an older one, by unique_id=ID" in str(caught.value)
+    assert not is_complete(path)
+    with LockedManifest(SourceDirectory(path), 3) as manifest:
+        assert manifest.unique_id == 3
+    assert main(command) == 0
     # An older save of the id that died has a marker of its own.
     (path / "4.manifest").unlink()
     (path / "0_4.7.safetensors").write_bytes(b"")

@@ -17,13 +17,13 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 import paddle_flexckpt.manager.restore as restore_module
-import paddle_flexckpt.manager.step_directories as steps_module
 import paddle_flexckpt.manager.storage_saves as saves_module
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.manager import KeepBest, KeepLatest
 from paddle_flexckpt.manager import step_contents as contents_module
 from paddle_flexckpt.manager.pending_steps import PendingSteps
+from paddle_flexckpt.manager.step_listing import StepListing
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools import verification
@@ -218,16 +218,16 @@ def meanwhile(tmp_path, monkeypatch):
         save(manager, 1)
         save(manager, 2)
     restore(other)
-    directories = steps_module.StepDirectories._directories
+    directories = StepListing.directories
 
     def slowly(self):
         found = directories(self)
-        monkeypatch.setattr(steps_module.StepDirectories, "_directories", directories)
+        monkeypatch.setattr(StepListing, "directories", directories)
         save(other, 3)
         assert fc.latest(tmp_path).step == 3
         return found
 
-    monkeypatch.setattr(steps_module.StepDirectories, "_directories", slowly)
+    monkeypatch.setattr(StepListing, "directories", slowly)
 
 
 def test_the_latest_step_is_found_while_others_are_removed(tmp_path, meanwhile):
@@ -246,16 +246,16 @@ def test_the_latest_step_is_found_though_the_one_before_has_just_gone(tmp_path, 
         save(manager, 1)
         save(manager, 2)
     restore(other)
-    look = steps_module.StepDirectories._may_have_checkpoint
+    look = StepListing._names
 
     def slowly(self, step):
         found = look(self, step)
         if step == 1:
-            monkeypatch.setattr(steps_module.StepDirectories, "_may_have_checkpoint", look)
+            monkeypatch.setattr(StepListing, "_names", look)
             save(other, 3)
         return found
 
-    monkeypatch.setattr(steps_module.StepDirectories, "_may_have_checkpoint", slowly)
+    monkeypatch.setattr(StepListing, "_names", slowly)
     assert manager_of(tmp_path).latest_step() in (2, 3)
 
 

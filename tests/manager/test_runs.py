@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import paddle
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.manager import KeepLatest
+from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.manager import KeepBest, KeepLatest
 from paddle_flexckpt.manager.identities import identify_run
 from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
@@ -231,6 +233,58 @@ def test_a_run_that_begins_anew_as_all_it_has_saved_is_damaged(tmp_path):
         flip(path, path.read_bytes().index(shards(1, 2, step)["w"].local_tensor.tobytes()))
     assert SimulatedWorld(2).run(begin_anew) == [5, 5]
     assert len({record_of(tmp_path, step).run for step in (5, 10, 20)}) == 1
+
+
+def test_a_newer_step_with_a_lost_manifest_is_never_passed_over_without_a_word(tmp_path, caplog):
+    """A repair can bring it back, until the end of the run that goes on without it."""
+    with manager_of(tmp_path) as manager:
+        save(manager, 2)
+        save(manager, 3)
+    content, data = (directory_of(tmp_path, 3) / "0.manifest").read_bytes(), data_of(tmp_path, 3)
+    (directory_of(tmp_path, 3) / "0.manifest").unlink()
+    manager = manager_of(tmp_path, keep=KeepBest(1, metric="loss"))
+    repair = f"from a copy, or rebuild it: flexckpt repair {directory_of(tmp_path, 3)} --id 0"
+    assert manager.latest_step() == 2
+    assert repair in caplog.text
+    for which in ("latest", "best", 3):
+        with pytest.raises(fc.CheckpointError, match=re.escape(repair)):
+            restore(manager, which)
+    with pytest.raises(fc.ValidationError, match="FC903"):  # a run that has restored none of these steps
+        manager_of(tmp_path).should_save(4)
+    assert restore(manager_of(tmp_path), 2)[:2] == (2, 2)
+    caplog.clear()
+    step, version, report = restore(manager, fallback=True)
+    assert (step, version, [*report.skipped]) == (2, 2, [3])
+    assert repair in caplog.text
+    caplog.clear()
+    save(manager, 3, version=30)
+    assert repair in caplog.text
+    assert data.exists()
+    assert (directory_of(tmp_path, 3) / "0.manifest").read_bytes() != content
+    assert restore(manager_of(tmp_path))[:2] == (3, 30)
+
+
+def test_a_run_whose_every_manifest_is_lost_does_not_begin_anew(tmp_path, caplog):
+    with manager_of(tmp_path) as manager:
+        save(manager, 3)
+    (directory_of(tmp_path, 3) / "0.manifest").unlink()
+    manager = manager_of(tmp_path)
+    assert manager.latest_step() is None
+    for call in (lambda: manager.should_save(1), lambda: save(manager, 1), lambda: restore(manager, fallback=True)):
+        with pytest.raises(fc.CheckpointError, match="or rebuild it: flexckpt repair "):
+            call()
+    assert main(["repair", str(directory_of(tmp_path, 3)), "--id", "0"]) == 0
+    assert restore(manager)[:2] == (3, 3)
+
+
+def test_a_step_that_is_being_removed_has_no_lost_manifest(tmp_path, caplog):
+    with manager_of(tmp_path) as manager:
+        save(manager, 2)
+        save(manager, 3)
+    (tmp_path / "step_00000003.removing").write_text(json.dumps({"files": [data_of(tmp_path, 3).name]}))
+    (directory_of(tmp_path, 3) / "0.manifest").unlink()
+    assert restore(manager_of(tmp_path))[:2] == (2, 2)
+    assert "lost" not in caplog.text
 
 
 def test_steps_of_managers_that_recorded_no_run(tmp_path, monkeypatch):

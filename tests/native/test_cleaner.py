@@ -232,9 +232,18 @@ def test_files_that_no_marker_speaks_of_stay_as_their_manifest_may_be_lost(tmp_p
     assert remove_dead_saves(tmp_path) == []
 
 
-def test_the_next_save_of_their_id_removes_files_without_manifest_and_marker(tmp_path):
-    late = begin(tmp_path, 0)
-    (tmp_path / late.marker_file).unlink()
+def test_a_save_leaves_the_data_files_of_a_lost_manifest_of_its_id(tmp_path, caplog):
+    """A repair may need them; the save says so. The one after it replaces a checkpoint, with all files of its id."""
+    first = save(tmp_path, 0)
+    (tmp_path / "0.manifest").unlink()
+    last = save(tmp_path, 0)
+    assert names(tmp_path) == sorted(["0.manifest", *first.files, *last.files])
+    assert f"flexckpt repair {tmp_path} --id 0" in caplog.text and "its manifest has been lost" in caplog.text
+    last = save(tmp_path, 0)
+    assert names(tmp_path) == sorted(["0.manifest", *last.files])
+
+
+def test_the_next_save_of_their_id_removes_what_no_repair_needs(tmp_path):
     for name in ("0_0.safetensors", "1_0.4.safetensors", "0_0.partition", "0_0.7.prepared"):
         (tmp_path / name).write_bytes(b"of a lost manifest")
     kept = [f"0_{other}.safetensors" for other in (1, "1.4", f"1-{RANDOM}", 10)]
