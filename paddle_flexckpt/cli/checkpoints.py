@@ -347,10 +347,12 @@ def _problem_lines(report: VerifyReport) -> list[str]:
 
 def _repair(options: argparse.Namespace) -> Outcome:
     """Return a summary; code 1 if the checkpoint is partial, or if lost files cannot be rebuilt."""
-    of_manifest = options.unique_id is not None and options.source is not None and not options.dry_run
-    of_nodes = options.source is None and not (options.overwrite or options.save_token or options.fewer_files)
-    if not (of_manifest if options.nodes is None else of_nodes):
-        options.refuse("either CHECKPOINT and --id is needed, or --nodes, with which only --id and --dry-run go")
+    if (options.source is None) == (options.nodes is None):
+        options.refuse("give CHECKPOINT, whose manifest is rebuilt, or --nodes, whose data files are")
+    if options.nodes is None and (options.unique_id is None or options.dry_run):
+        options.refuse("--dry-run goes with --nodes alone" if options.dry_run else "CHECKPOINT needs --id")
+    if options.nodes is not None and (options.overwrite or options.save_token or options.fewer_files):
+        options.refuse("--overwrite, --save-token and --fewer-files go with CHECKPOINT alone")
     if options.nodes is not None:
         return _repair_nodes(options)
     from paddle_flexckpt.tools.verification import repair_manifest

@@ -27,6 +27,7 @@ from paddle_flexckpt.foreign.pickle_values import (
     is_flat,
     is_named_array,
 )
+from paddle_flexckpt.media.file_names import check_no_pointer
 
 _REMEDY = (
     "Remedy (FC702): do not open this file with anything else either; if you trust its writer, let that program save "
@@ -83,6 +84,7 @@ class _Machine:
     def run(self) -> Any:
         """Return the object of the pickle; errors as of :func:`load_pickle`."""
         data, end = self._data, len(self._data)
+        check_no_pointer(self._file, bytes(data[:8]))
         if end < 2 or data[0] != 0x80:
             self._damaged("it does not begin as a pickle of protocol 2 to 5 does")
         for _ in range(MOST_OPERATIONS):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.media.file_names import check_file_name, check_no_pointer
 
 # Reads a length from an offset of the archive; fewer bytes where it ends.
 Read = Callable[[int, int], bytes]
@@ -152,6 +152,7 @@ def _read_text(read: Read, size: int, where: str) -> tuple[int, int, bytes, int]
     tail = read(tail_begin, size - tail_begin)
     end = tail.rfind(b"PK\5\6")
     if end < 0 or end + _END.size > len(tail):
+        check_no_pointer(where, read(0, min(size, 8)))
         raise damaged(where, "it does not end as a zip archive without a comment does")
     _, _, _, _, count, length, begin, _ = _END.unpack_from(tail, end)
     if count == 0xFFFF or length == 0xFFFFFFFF or begin == 0xFFFFFFFF:

@@ -55,6 +55,15 @@ def check_member(directory: str, name: str) -> None:
         raise CorruptCheckpointError(f"in {directory}: {error}. Remedy (FC305): load another checkpoint") from error
 
 
+def check_no_pointer(file: str, start: bytes) -> None:
+    """Raise CorruptCheckpointError if a file begins as the pointers do that Git LFS has in place of large files."""
+    if start[:8] == b"version ":
+        raise CorruptCheckpointError(
+            f"{file} is a pointer of Git LFS, not the file that it stands for. Remedy (FC305): fetch that, by "
+            "`git lfs pull` in the repository"
+        )
+
+
 def check_not_elsewhere(directory: str, name: str) -> None:
     """Raise CorruptCheckpointError if a directory of a checkpoint's is a link out of it."""
     _real_path(directory, name, "directory")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.media.backend import InputFile
+from paddle_flexckpt.media.file_names import check_no_pointer
 from paddle_flexckpt.native.json_cursor import JsonCursor
 
 # safetensors' own limit (MAX_HEADER_SIZE).
@@ -63,6 +64,7 @@ def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADE
     Raises:
         CorruptCheckpointError: It is longer than the file, or than ``most`` bytes.
     """
+    check_no_pointer(file, start)
     length = int.from_bytes(start[:8], "little")
     if len(start) < 8 or length > min(most, file_bytes - 8):
         raise _damaged(file, f"its header has {length} bytes by its first 8 bytes; the file has {file_bytes}")

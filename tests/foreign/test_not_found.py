@@ -38,6 +38,13 @@ def test_what_is_there_instead_is_said(tmp_path):
     assert "Paddle" in why(empty) or "metadata" in why(empty)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pdparams", "arrays.npz"])
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path, name):
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n")
+    with pytest.raises(CorruptCheckpointError, match=rf"{name} is a pointer of Git LFS.*by `git lfs pull`"):
+        SourceDirectory(tmp_path).read_manifest()
+
+
 @pytest.mark.parametrize("trace", ["4.saving", "0_4.part", f"1_4-{'a' * 32}.failed", f"0_4-{'b' * 32}.late"])
 def test_an_unfinished_save_is_called_unfinished(tmp_path, trace):
     (tmp_path / "0_4.safetensors").write_bytes(b"")

@@ -117,18 +117,18 @@ def test_a_copy_of_a_parity_file_that_is_cut_off_does_no_harm(nodes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "words"),
     [
-        [],
-        ["run"],
-        ["--id", "0"],
-        ["run", "--id", "0", "--nodes", "a"],
-        ["run", "--id", "0", "--dry-run"],
-        ["--nodes", "a", "--overwrite"],
+        ([], "give CHECKPOINT, whose manifest is rebuilt, or --nodes, whose data files are"),
+        (["run"], "CHECKPOINT needs --id"),
+        (["--id", "0"], "give CHECKPOINT, whose manifest is rebuilt, or --nodes"),
+        (["run", "--id", "0", "--nodes", "a"], "give CHECKPOINT, whose manifest is rebuilt, or --nodes"),
+        (["run", "--id", "0", "--dry-run"], "--dry-run goes with --nodes alone"),
+        (["--nodes", "a", "--overwrite"], "--overwrite, --save-token and --fewer-files go with CHECKPOINT alone"),
     ],
 )
-def test_other_arguments_are_refused(capsys, arguments):
+def test_other_arguments_are_refused(capsys, arguments, words):
     with pytest.raises(SystemExit) as exit_:
         main(["repair", *arguments])
     assert exit_.value.code == 2
-    assert "either CHECKPOINT and --id is needed, or --nodes" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
