@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
 from paddle_flexckpt.catalog.errors import TakenError
-from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Backend, write_file
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.manifest import read_save_token
@@ -94,6 +93,8 @@ def publish_step(directory: Backend, token: str) -> None:
 
     Where it is still being written, the process that does so publishes it.
     """
+    from paddle_flexckpt.foreign.paddle_files import open_to_save  # commands that list runs save nothing
+
     with contextlib.suppress(FileNotFoundError, TakenError), directory.locks.take():
         step = open_to_save(directory)
         if step.tokens().get(0, "") < token:
