@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.manager.step_contents import RunObjects
+from paddle_flexckpt.optimizer_states import MASTER
 from paddle_flexckpt.run_state.extra_state import (
     ExtraStateReport,
     check_data,
@@ -55,12 +57,38 @@ class RestoreTargets:
     has_optimizer: bool
     data: Any = None
     has_model: bool = False
+    optimizer: str = ""
 
     @classmethod
     def of(cls, objects: RunObjects, rng: bool) -> RestoreTargets:
         """Return the targets of a run's objects; ``rng``: whether the generators are restored."""
         given = objects.optimizer is not None, objects.data, objects.model is not None
-        return cls(objects.shards(), objects.schedule(), objects.scaler, rng, *given)
+        inner = objects.optimizer
+        while hasattr(inner, "_inner_opt"):
+            inner = inner._inner_opt
+        return cls(objects.shards(), objects.schedule(), objects.scaler, rng, *given, type(inner).__name__)
+
+    def _check_states(self, saved: Collection[str], options: RunOptions) -> None:
+        """Raise ValidationError where the checkpoint has an optimizer's states, and this run's optimizer never has any.
+
+        Args:
+            saved: The checkpoint's keys.
+            options: The options of the load.
+        """
+        if self.optimizer != "SGD" or options.optimizer_states == "ignore":
+            return
+        keys = {*saved}
+        states = sorted(key for key in saved if is_state(key, keys) and not key.endswith(f".{MASTER}"))
+        if states:
+            raise ValidationError(
+                Problem(
+                    "this optimizer (SGD) has no states, and the checkpoint has another's",
+                    got=f"{len(states)}, such as {listed(states, 3)}",
+                    code="FC203",
+                    remedy="give optimizer_states='ignore' to load all else; or make the optimizer as in the run that "
+                    "saved it",
+                )
+            )
 
     def check_complete(
         self, state: Mapping[str, Any] | None, saved: Collection[str], options: RunOptions
@@ -73,6 +101,7 @@ class RestoreTargets:
             options: The options of the load.
         """
         check_data(self.data)
+        self._check_states(saved, options)
         given = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler, "data": self.data}
         if state is None:
             missing = [name for name, each in given.items() if each is not None and not isinstance(each, ConstantRate)]

@@ -64,6 +64,7 @@ _COMMON = f"{_PREFIX}common"
 _OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
 _OF_SPLIT = re.compile(re.escape(_PREFIX) + r"data\.split(\d+)(\.|$)")
 _VERSION = 1
+NOT_PASSED = "none was passed"
 _METHODS_OF_DATA = ("state_dict", "load_state_dict", "refuse")
 
 
@@ -302,7 +303,12 @@ def restore_extra_state(
 def warned(report: ExtraStateReport) -> ExtraStateReport:
     """Return a report, after rank 0 has logged a warning of what was not restored."""
     if report.not_restored and _rank() == 0:
-        logger.warning("not restored: " + "; ".join(f"{name}: {why}" for name, why in report.not_restored.items()))
+        absent = ", ".join(f"{name}=" for name, why in report.not_restored.items() if why == NOT_PASSED)
+        logger.warning(
+            "not restored: "
+            + "; ".join(f"{name}: {why}" for name, why in report.not_restored.items())
+            + (f". Remedy (FC904): give {absent} to restore it too" if absent else "")
+        )
     return report
 
 
@@ -366,7 +372,7 @@ def schedule_left_out(state: Mapping[str, Any], lr_scheduler: Any, scaler: Any, 
     ):
         if not common.get(name):  # a scaler that is disabled has an empty state; earlier releases saved no "data"
             continue
-        problem = "none was passed" if target is None else refuse(target, common[name])
+        problem = NOT_PASSED if target is None else refuse(target, common[name])
         if problem is not None:
             found[name] = problem
     return found

@@ -40,8 +40,7 @@ logger = logging.getLogger("paddle_flexckpt")
 _SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"
 # Advice and arguments in errors of a load, and the flags for them.
 FLAGS = {
-    "leave the optimizer out, and give optimizer_states='ignore'": "give --ignore_load_lr_and_optim 1",
-    "leave the optimizer out": "give --ignore_load_lr_and_optim 1",
+    "optimizer_states='ignore', and the optimizer as now": "--flex_ignore_optimizer_states 1",
     "optimizer_states='ignore'": "--flex_ignore_optimizer_states 1",
     "master_weights='convert'": "--flex_convert_master_weights 1",
     'master_weights="convert"': "--flex_convert_master_weights 1",

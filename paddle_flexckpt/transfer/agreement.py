@@ -63,7 +63,7 @@ def is_brief(answer: bytes) -> bool:
 
 def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:
     """Raise ValidationError if the coordinator is not a member of the group."""
-    if not 0 <= coordinator_rank < comm.size:
+    if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
         raise ValidationError(
             [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
         )

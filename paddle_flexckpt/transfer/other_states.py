@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.optimizer_states import MASTER, SCALARS, is_torch_state, split_state
+from paddle_flexckpt.optimizer_states import ACCUMULATORS, MASTER, SCALARS, is_torch_state, split_state
 from paddle_flexckpt.transfer.further_layers import by_layers
 from paddle_flexckpt.transfer.names import MASTER_STATE, bare, split_raw
 from paddle_flexckpt.transfer.problems import NO_KEY
 
 _NO_KINDS = frozenset({MASTER, MASTER_STATE})
 _POWERS = frozenset(f"{name}_0" for name in SCALARS)
+_KINDS = frozenset(f"{name}_0" for name in ACCUMULATORS)
 
 
 def summarised(problems: Mapping[int, Problem], missing: set[int], targets: Catalog, source: Catalog) -> list[Problem]:
@@ -30,17 +31,34 @@ def summarised(problems: Mapping[int, Problem], missing: set[int], targets: Cata
     """
     known = {*source.keys, *targets.keys}
     lacking = {row: state_of(targets.keys[row], known) for row in missing if row in problems}
+    kinds = _other_kinds(targets, source, known)
+    if kinds is not None and all(lacking.values()) and {*lacking.values()} - _NO_KINDS:
+        kept = [problem for row, problem in problems.items() if row not in lacking]
+        return [*kept, _whole(sorted(lacking), targets, *map(sorted, kinds))]
+    return by_layers(_grouped(problems, targets, known), targets.keys, source.keys)
+
+
+def states_of_another(targets: Catalog, source: Catalog) -> list[int]:
+    """Return the rows of all states, masters included, where the source has another optimizer's states, or none."""
+    known = {*source.keys, *targets.keys}
+    if _other_kinds(targets, source, known) is None:
+        return []
+    return [row for row, key in enumerate(targets.keys) if state_of(key, known)]
+
+
+def _other_kinds(targets: Catalog, source: Catalog, known: set[str]) -> tuple[set[str], set[str]] | None:
+    """Return the kinds of states of both sides if they are of two optimizers, or the source has none; else None.
+
+    Optimizers may share a kind, as AdamW and NAdam do: then each has kinds that the other lacks.
+    """
     kinds = {state_of(key, known) for key in targets.keys}
     wanted = kinds - _NO_KINDS - {""}
     there = {state_of(key, known) for key in source.keys} - _NO_KINDS - {""}
     # A rank may have powers of beta alone, and an optimizer may be loaded by itself.
-    is_whole = (
-        "" in kinds and all(lacking.values()) and bool({*lacking.values()} - _NO_KINDS) and bool(wanted - _POWERS)
-    )
-    if is_whole and not wanted & there and not _has_others(source, [targets.keys[row] for row in missing], known):
-        kept = [problem for row, problem in problems.items() if row not in lacking]
-        return [*kept, _whole(sorted(lacking), targets, sorted(wanted), sorted(there))]
-    return by_layers(_grouped(problems, targets, known), targets.keys, source.keys)
+    are_two = not wanted & there or (wanted - there and (there - wanted) & _KINDS)
+    if "" not in kinds or not wanted - _POWERS or not are_two or _has_others(source, targets.keys, known):
+        return None
+    return wanted, there
 
 
 def state_of(key: str, known: set[str]) -> str:
@@ -60,7 +78,11 @@ def _has_others(source: Catalog, states: Sequence[str], known: set[str]) -> bool
 
 def _whole(rows: Sequence[int], targets: Catalog, wanted: list[str], there: list[str]) -> Problem:
     keys = [targets.keys[row] for row in rows]
-    fresh = "an optimizer that has not stepped begins with fresh states, so make a new one if this one has stepped"
+    remedy = (
+        "give optimizer_states='ignore', and the optimizer as now: weights and schedule are loaded, and its states "
+        "stay as they are; an optimizer that has not stepped begins with fresh states, so make a new one if this one "
+        "has"
+    )
     expected = f"{len(keys)} states of this optimizer, such as {listed(keys, 3)}"
     if there:
         return Problem(
@@ -68,14 +90,14 @@ def _whole(rows: Sequence[int], targets: Catalog, wanted: list[str], there: list
             expected=f"{expected} (kinds: {', '.join(wanted)})",
             got=f"the kinds {', '.join(there)}",
             code="FC204",
-            remedy=f"load the model alone: leave the optimizer out, and give optimizer_states='ignore'; {fresh}",
+            remedy=remedy,
         )
     return Problem(
         "the source has no optimizer states",
         expected=expected,
         got=f"none among its keys, as where weights alone were saved: {len(wanted)} kinds are missing",
         code="FC204",
-        remedy=f"load the model alone: leave the optimizer out; {fresh}",
+        remedy=remedy,
     )
 
 

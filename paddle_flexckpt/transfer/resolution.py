@@ -185,9 +185,11 @@ def check_unexpected(
     states = _states_of_loaded(unexpected, keys, loaded)
     if states and options.optimizer_states == "raise":
         masters = states if all(key.endswith(".w_0") for key in states) else []
-        # If some states are asked for, there is an optimizer, which does not train the other parameters.
+        # If some states are asked for, there is an optimizer. It may not train the other parameters.
         everything = {*keys}
-        frozen = any(is_state(key, everything) for key in loaded)
+        given = {key for key in loaded if is_state(key, everything)}
+        kinds = [{split_state(key, everything)[1] for key in each} - {"w_0"} for each in (states, given)]
+        frozen = bool(given) and kinds[0] <= kinds[1]
         raise ValidationError(
             f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
             f"such as {', '.join(map(repr, states[:3]))}. Remedy (FC203): "
@@ -195,6 +197,8 @@ def check_unexpected(
                 "if their parameters were frozen since, load before that (stop_gradient=False), and freeze them then: "
                 "the optimizer keeps their states; "
                 if frozen and not masters
+                else ""
+                if given
                 else "give the optimizer's too: before its first step it has states only after "
                 "paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
             )

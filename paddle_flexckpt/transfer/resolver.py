@@ -73,6 +73,15 @@ def resolve(
     resolver = _Resolver(targets, source, options, mapping, facts)
     problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
     others = {row: resolver.resolve(row) for row in np.flatnonzero(~resolver.are_plain()).tolist()}
+    if options.optimizer_states == "ignore":
+        from paddle_flexckpt.transfer.other_states import states_of_another
+
+        for row in states_of_another(targets.catalog, source):
+            key = targets.catalog.keys[row]
+            # A master that the source has is its parameter's, whatever the optimizer.
+            if not key.endswith(MASTER_END) or (row in others and others[row].how == MISSING):
+                others[row] = Resolved(MISSING, key)
+        others = dict(sorted(others.items()))
     ambiguous = {problem.key for problem in resolver.compatible.problems}
     of_rows = {
         row: other.problem

@@ -101,12 +101,17 @@ def test_a_flag_is_left_out_or_given(advice, wrong, right):
 WEIGHT, HALF = np.ones((2, 2), np.float32), np.ones((2, 2), ml_dtypes.bfloat16)
 STATES = {"w.moment1_0": WEIGHT, "w.moment2_0": WEIGHT}
 LOADS = [  # saved, loaded, the remedy, the options by which it loads
-    ({"w": WEIGHT}, {"w": WEIGHT, **STATES}, "load the model alone: give --ignore_load_lr_and_optim 1; ", None),
+    (
+        {"w": WEIGHT},
+        {"w": WEIGHT, **STATES},
+        "give --flex_ignore_optimizer_states 1: weights and",
+        {"ignore_optimizer_states": True},
+    ),
     (
         {"w": WEIGHT, "w.velocity_0": WEIGHT},
         {"w": WEIGHT, **STATES},
-        "load the model alone: give --ignore_load_lr_and_optim 1; ",
-        None,
+        "give --flex_ignore_optimizer_states 1: weights and",
+        {"ignore_optimizer_states": True},
     ),
     (
         {"w": WEIGHT, **STATES},
@@ -127,15 +132,14 @@ LOADS = [  # saved, loaded, the remedy, the options by which it loads
 
 @pytest.mark.parametrize(("saved", "wanted", "remedy", "follows"), LOADS)
 def test_errors_of_a_load_name_the_trainers_flags(tmp_path, saved, wanted, remedy, follows):
-    """``follows``: the options that the flags set; None: the model alone is loaded."""
+    """``follows``: the options that the flags set."""
     comm, trainer = communicator_for(None), SimpleNamespace(optimizer=object())
     fc.save_state_dict(saved, tmp_path)
     with pytest.raises(fc.ValidationError) as caught:
         _load(trainer, str(tmp_path), wanted, True, TrainerOptions(), comm)
     assert remedy in str(caught.value)
-    shards = wanted if follows is not None else {"w": np.zeros_like(WEIGHT)}
-    _load(trainer, str(tmp_path), shards, follows is not None, TrainerOptions(**(follows or {})), comm)
-    assert (shards["w"] == saved["w"].astype(np.float32)).all()
+    _load(trainer, str(tmp_path), wanted, True, TrainerOptions(**follows), comm)
+    assert (wanted["w"] == saved["w"].astype(np.float32)).all()
 
 
 def test_the_words_for_which_there_are_flags_are_those_of_errors():
