@@ -18,6 +18,8 @@ _REMEDY = (
     "load with strict=False"
 )
 
+_OTHERS = ", after the statements for the other names are given: it would leave those as they are too"
+
 
 def by_layers(problems: Sequence[Problem], targets: Iterable[str], source: Iterable[str]) -> list[Problem]:
     """Return the problems, with one in place of those of all tensors of layers that the source lacks.
@@ -40,9 +42,13 @@ def by_layers(problems: Sequence[Problem], targets: Iterable[str], source: Itera
             if is_further:
                 further[key] = stack, number, end
                 break
+    has_others = len(lacking) > len(further)
     return [
+        *(
+            _problem(each, lacking, ours[each.stack], theirs[each.stack], has_others)
+            for each in layer_ranges(further.values())
+        ),
         *(each for each in problems if each.key not in further),
-        *(_problem(each, lacking, ours[each.stack], theirs[each.stack]) for each in layer_ranges(further.values())),
     ]
 
 
@@ -55,7 +61,7 @@ def _layers(keys: Iterable[str]) -> dict[str, set[int]]:
     return found
 
 
-def _problem(each: LayerRange, lacking: dict[str, Problem], own: set[int], there: set[int]) -> Problem:
+def _problem(each: LayerRange, lacking: dict[str, Problem], own: set[int], there: set[int], others: bool) -> Problem:
     first, hint = lacking[each.keys[0]], ""
     if there - own:  # those of other ranks, or the same layers under other numbers
         hint = (
@@ -69,5 +75,5 @@ def _problem(each: LayerRange, lacking: dict[str, Problem], own: set[int], there
         expected=str(each),
         got=f"layers {min(there)} to {max(there)} of {each.stack}*",
         code="FC201",
-        remedy=hint + _REMEDY,
+        remedy=hint + _REMEDY + _OTHERS * others,
     )

@@ -377,6 +377,10 @@ def takes(options: type[Options], **may_differ: str) -> Callable[[Call], Call]:
             if name not in given
         ]
         every = [*given, *(each.name for each in more)]
+        positional = [
+            name for name, each in given.items() if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        ]
+        takes_any = any(each.kind is each.VAR_POSITIONAL for each in given.values())
 
         @functools.wraps(call)
         def checked(*arguments: Any, **named: Any) -> Any:
@@ -384,8 +388,15 @@ def takes(options: type[Options], **may_differ: str) -> Callable[[Call], Call]:
                 if name not in every:
                     longer = [each for each in every if each.endswith(f"_{name}")]
                     similar = longer or difflib.get_close_matches(name, every, 1)
-                    hint = f"; did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(every)}"
+                    near = difflib.get_close_matches(name, [each for each in every if each != "self"], 3, 0)
+                    hint = f"; did you mean {similar[0]!r}?" if similar else f"; the nearest are {', '.join(near)}"
                     raise TypeError(f"{call.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
+            if len(arguments) > len(positional) > 0 and not takes_any:
+                by_name = [f"{each}=" for each in given if each not in positional][: len(arguments) - len(positional)]
+                raise TypeError(
+                    f"{call.__qualname__}() takes {', '.join(positional)} by position, and the rest by name, such as "
+                    f"{', '.join(by_name) or f'{every[-1]}='}; got {len(arguments)} arguments by position"
+                )
             return call(*arguments, **named)
 
         checked.__signature__ = signature.replace(parameters=[*given.values(), *more])  # type: ignore[attr-defined]

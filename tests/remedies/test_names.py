@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.remedies.following import provoked
+from tests.remedies.following import advised, provoked
 
 A, B = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(50, 58, dtype=np.float32).reshape(4, 2)
 OLD = np.full((4, 2), -7, np.float32)
@@ -307,3 +307,19 @@ def test_a_family_without_rules_is_not_named(published):
     with pytest.raises(fc.ValidationError, match="no such key") as caught:
         fc.load_state_dict(rooms("x"), published)
     assert "model_rules" not in str(caught.value)
+
+
+def test_a_renamed_layer_beside_a_further_one(tmp_path):
+    up, down = np.ones((2, 8), np.float32), np.ones((8, 2), np.float32)
+    saved = {f"layers.{i}.{n}.weight": each + i for i in range(2) for n, each in (("up", up), ("down", down))}
+    names = (("fc_in", up), ("down", down))
+    wanted = {f"layers.{i}.{n}.weight": np.zeros_like(each) for i in range(3) for n, each in names}
+    fc.save_state_dict(saved, tmp_path)
+    with pytest.raises(fc.ValidationError) as caught:
+        fc.load_state_dict(wanted, tmp_path)
+    first, *others = caught.value.lines
+    assert "no such layers" in first and len(others) == 2
+    advised("transfer/further_layers.py", "after the statements for the other names are given", first)
+    statements = [f"layers.{i}.up.weight -> layers.{i}.fc_in.weight" for i in range(2)]
+    fc.load_state_dict(wanted, tmp_path, strict=False, aoa_config={"aoa_statements": statements})
+    assert (wanted["layers.1.fc_in.weight"] == saved["layers.1.up.weight"]).all()

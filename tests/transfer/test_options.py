@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.transfer.options import (
     ALONE,
@@ -236,3 +237,12 @@ def test_a_call_without_other_ranks_compares_nothing():
         """Do it."""
 
     assert inspect.getdoc(call) == "Do it.\nstep: Which step, and\n    where it is.\nkind: What kind."
+
+
+def test_arguments_by_position_are_told_their_names():
+    with pytest.raises(
+        TypeError, match=r"save\(\) takes path by position, and the rest by name, such as model=, optim"
+    ):
+        fc.save("ck", 1, 2)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'; the nearest are \w+, \w+, \w+$"):
+        fc.save("ck", zzz=1)
