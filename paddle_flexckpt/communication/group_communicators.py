@@ -160,6 +160,5 @@ def _check_alone() -> None:
         raise ValidationError(
             f"this process is rank {rank} of {ranks} that paddle.distributed.launch has started (PADDLE_TRAINERS_NUM), "
             "but the job is not initialised, so each rank would work as if it were alone. Remedy (FC503): call "
-            "fleet.init() or paddle.distributed.init_parallel_env() first; a process that is meant to work alone, as "
-            'one that a rank has started, passes process_group="self"'
+            "fleet.init() or paddle.distributed.init_parallel_env() first, on every rank"
         )

@@ -155,7 +155,7 @@ class CheckpointManager:
 
     def _end(self) -> None:
         self._closed = True
-        self._signals.close()
+        self._signals.close(self.should_stop)
         self._memory.release()
 
     @property
@@ -374,7 +374,7 @@ class CheckpointManager:
         def prepare() -> tuple[RestoreTargets, bytes]:
             self._check_open()
             if step not in ("latest", "best"):
-                check_step(step)
+                check_step(step, ', "latest" or "best"')
             objects = RunObjects(model, optimizer, lr_scheduler, scaler, state, data)
             targets = RestoreTargets.of(objects, asked.rng)
             head = asked.encode("restore", **objects.given())

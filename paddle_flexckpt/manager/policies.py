@@ -257,7 +257,7 @@ class PreemptionSignals:
                 installed.
         """
         self._received = False
-        self._closed = False
+        self._closed = self._ignores = False
         # The previous handlers, as Python and as the system knows them: a handler may be one in C.
         self._previous: dict[int, tuple[Any, Any]] = {}
         numbers = tuple(dict.fromkeys(signals))
@@ -291,18 +291,24 @@ class PreemptionSignals:
         """Return whether one of the signals has come."""
         return self._received
 
-    def close(self) -> None:
-        """Restore the previous handlers.
+    def close(self, stopped: bool = False) -> None:
+        """Restore the previous handlers; after a signal, or if the ranks have ``stopped`` for one, only Python's.
 
+        A handler in C and the default action would end the process: launchers send a signal several times.
         In another thread than the main thread, or if another handler was installed after this one, that is impossible.
         Then this handler stays, and does what the previous one did.
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._ignores = True, stopped or self._received
         if threading.current_thread() is threading.main_thread():
             for number in self._previous:
                 _uncover(number)
+
+    def _stays(self, number: int) -> bool:
+        """Return whether a signal is ignored after the end."""
+        previous = self._previous[number][0]
+        return self._ignores and not callable(previous) and previous != signal.SIG_IGN
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous[number][0]
@@ -310,6 +316,8 @@ class PreemptionSignals:
             self._received = True
             if callable(previous) and previous is not signal.default_int_handler:
                 previous(number, frame)
+        elif self._stays(number):
+            pass
         elif signal.getsignal(number) == self._handle:
             _uncover(number)
             signal.raise_signal(number)
@@ -327,7 +335,7 @@ def _uncover(number: int) -> None:
     """Restore the handlers that closed objects have replaced, from the newest on."""
     while True:
         owner = getattr(signal.getsignal(number), "__self__", None)
-        if not isinstance(owner, PreemptionSignals) or not owner._closed:
+        if not isinstance(owner, PreemptionSignals) or not owner._closed or owner._stays(number):
             return
         previous, action = owner._previous[number]
         # Python cannot set a handler that it does not know (None), but the system can.
@@ -358,7 +366,7 @@ def _hold_signals() -> None:
 
 def _close_all() -> None:
     for each in list(_INSTALLED):
-        each._closed = True
+        each._closed, each._ignores = True, False
     for number in {number for each in _INSTALLED for number in each._previous}:
         _uncover(number)
 

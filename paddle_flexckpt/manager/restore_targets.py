@@ -138,8 +138,8 @@ class RestoreTargets:
                 Problem(
                     f"{name} is saved and would not be restored: {why}",
                     code="FC904",
-                    remedy=f"{remedy}; with schedule='ignore' this run's stays as it is, and the rate, scale or data "
-                    f"starts over{model}",
+                    remedy=f"{remedy}; with schedule='ignore' this run's stays as it is, and {name} alone starts "
+                    f"over{model}",
                 )
             )
         if problems:

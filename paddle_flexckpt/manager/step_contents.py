@@ -305,8 +305,10 @@ def _shortened(text: str) -> str:
     return f"{text[:_LONGEST]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
-def check_step(step: object) -> None:
-    """Raise ValidationError where this is not the number of a step."""
+def check_step(step: object, words: str = "") -> None:
+    """Raise ValidationError where this is not the number of a step; ``words`` are those that the caller allows."""
+    if words and isinstance(step, str):
+        raise ValidationError([f"step has to be an integer >= 0{words}; got {step!r}"])
     check_integer("step", step)
 
 

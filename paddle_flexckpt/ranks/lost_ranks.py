@@ -105,10 +105,7 @@ FAREWELL_SECONDS = 60.0
 SPREAD_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 # The most common reason why a rank does not come.
-EVERY_RANK = (
-    "Remedy (FC501): make this call on every rank of the group (is it inside `if rank == 0`?), or pass "
-    "process_group='self'"
-)
+EVERY_RANK = "Remedy (FC501): make this call on every rank of the group (is it inside `if rank == 0`?)"
 
 
 class KeyValueStore(Protocol):

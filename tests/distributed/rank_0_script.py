@@ -23,8 +23,8 @@ if rank == 0:
         raise SystemExit("one rank alone has saved for two")
     except fc.CheckpointError as error:
         assert "rank 1 is missing" in str(error)
-        assert "is it inside `if rank == 0`?), or pass process_group='self'; else look into its log" in str(error)
-    # As it says: this rank has all of it.
+        assert "is it inside `if rank == 0`?); else look into its log" in str(error)
+    # This rank has all of it.
     fc.save_state_dict(state, directory, process_group="self")
     loaded = {"w": np.zeros(6, np.float32)}
     fc.load_state_dict(loaded, directory, process_group="self")

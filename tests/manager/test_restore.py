@@ -15,7 +15,7 @@ from tests.manager.samples import manager_of
 from tests.remedies.following import provoked
 from tests.run_state.test_extra_state import scaler as scaler_of
 
-REMEDY = "with schedule='ignore' this run's stays as it is, and the rate, scale or data starts over"
+REMEDY = "with schedule='ignore' this run's stays as it is, and lr_scheduler alone starts over"
 
 
 def warming(scheduler=None):

@@ -365,9 +365,7 @@ def test_a_rank_that_waits_for_long_says_for_whom(ranks, monkeypatch, has_met):
     assert group.run(work) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
     assert texts[0].startswith("rank 0 has waited 0 s for rank 1 in a call of this library. Remedy (FC501): ")
     # The other rank has made the call. What a rank does alone: tests/distributed/rank_0_script.py.
-    advised(
-        "ranks/lost_ranks.py", "make this call on every rank of the group (is it inside `if rank == 0`?), or", texts[0]
-    )
+    advised("ranks/lost_ranks.py", "make this call on every rank of the group (is it inside `if rank == 0`?)", texts[0])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
