@@ -387,6 +387,8 @@ def takes(options: type[Options], **may_differ: str) -> Callable[[Call], Call]:
             for name in named:
                 if name not in every:
                     longer = [each for each in every if each.endswith(f"_{name}")]
+                    # A checkpoint of a directory has an id; steps are a manager's.
+                    longer = ["unique_id"] if name == "step" and "unique_id" in every else longer
                     similar = longer or difflib.get_close_matches(name, every, 1)
                     near = difflib.get_close_matches(name, [each for each in every if each != "self"], 3, 0)
                     hint = f"; did you mean {similar[0]!r}?" if similar else f"; the nearest are {', '.join(near)}"

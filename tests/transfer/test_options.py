@@ -246,3 +246,5 @@ def test_arguments_by_position_are_told_their_names():
         fc.save("ck", 1, 2)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'; the nearest are \w+, \w+, \w+$"):
         fc.save("ck", zzz=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'step'; did you mean 'unique_id'"):
+        fc.load("ck", step=3)
