@@ -121,6 +121,15 @@ def untouched_warning(source: str, keys: Sequence[str], is_all: bool = True) -> 
     return f"{who} had, as {source} gives {them} none: {'; '.join(texts[:_GROUPS])}{more}"
 
 
+def precision_warning(source: str, keys: Sequence[str]) -> str:
+    """Return the warning that float32 parameters were cast, though the source has their masters."""
+    who = f"{len(keys)} float32 parameters come" if len(keys) > 1 else "1 float32 parameter comes"
+    return (
+        f"{who} from values of lower precision, such as {keys[0]!r}, though {source} has masters. Remedy (FC204): to "
+        "take them from their masters, give master_weights='convert'"
+    )
+
+
 def unread_warning(source: str, unread: Mapping[str, str], keys: Sequence[str]) -> str:
     """Return the warning about AOA statements that make nothing but names that no target has.
 

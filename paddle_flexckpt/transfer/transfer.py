@@ -17,7 +17,13 @@ from typing import Any
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.errors import MAX_LISTED
-from paddle_flexckpt.catalog.texts import order_warning, replica_warning, unread_warning, untouched_warning
+from paddle_flexckpt.catalog.texts import (
+    order_warning,
+    precision_warning,
+    replica_warning,
+    unread_warning,
+    untouched_warning,
+)
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads
@@ -27,7 +33,7 @@ from paddle_flexckpt.transfer.options import TransferOptions
 from paddle_flexckpt.transfer.plan import plan_fill
 from paddle_flexckpt.transfer.plan_cache import PlanCache, encode_short, find_common_plan, fingerprint
 from paddle_flexckpt.transfer.powers import NOTHING, Facts
-from paddle_flexckpt.transfer.resolution import check_unexpected, dropped_parameters, refuse_nothing
+from paddle_flexckpt.transfer.resolution import MASTER_END, check_unexpected, dropped_parameters, refuse_nothing
 from paddle_flexckpt.transfer.resolver import complete, resolve
 from paddle_flexckpt.transfer.source import CachedLoad, Source, Task, describe_load
 from paddle_flexckpt.transfer.targets import Targets
@@ -159,6 +165,12 @@ class Transfer:
         if self._comm.position == self._options.coordinator_rank:
             if task.mapping is not None and task.mapping.unread:
                 logger.warning(unread_warning(report.source, task.mapping.unread, task.resolution.targets.catalog.keys))
+            left = {*self._unexpected}
+            cast = [
+                key for key, how in report.cast.items() if how.endswith("> float32") and f"{key}{MASTER_END}" in left
+            ]
+            if cast:
+                logger.warning(precision_warning(report.source, cast))
             if any(untouched):
                 known = sorted({key for keys in names for key in keys})
                 is_all = all(count <= MAX_LISTED for count in untouched)

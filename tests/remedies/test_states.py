@@ -221,3 +221,14 @@ def test_policies_of_replicas_have_names(tmp_path):
     for policy in ("equal", "all", "close", "first", {"w": "first"}, True, False):
         fc.save_state_dict({"w": WHOLE}, tmp_path, check_replicas=policy)
         assert loaded(tmp_path).tobytes() == WHOLE.tobytes()
+
+
+def test_masters_that_a_cast_leaves_out_are_a_warning(tmp_path, caplog):
+    saved = {"w": WHOLE.astype("float16"), "w.w_0": WHOLE + 0.0001, "w.moment1_0": WHOLE}
+    fc.save_state_dict(saved, tmp_path)
+    loaded(tmp_path, dtype="cast", optimizer_states="ignore")
+    advised("catalog/texts.py", "to take them from their masters, give master_weights='convert'", caplog.text)
+    assert "1 float32 parameter comes from values of lower precision, such as 'w'" in caplog.text
+    caplog.clear()
+    whole = loaded(tmp_path, master_weights="convert", optimizer_states="ignore")
+    assert whole.tobytes() == saved["w.w_0"].tobytes() and "precision" not in caplog.text
