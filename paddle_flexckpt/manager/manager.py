@@ -56,17 +56,15 @@ class CheckpointManager:
 
     ::
 
-        keep = (KeepLatest(3), KeepEvery(1000), KeepBest(1, metric="loss"))
+        keep = (KeepLatest(3), KeepEvery(1000))
         with CheckpointManager("run", save_when=SaveEvery(100), keep=keep) as manager:
             start = 0
             if manager.latest_step() is not None:
                 start = manager.restore(model=model, optimizer=optimizer, lr_scheduler=scheduler).step
             for step in range(start + 1, steps + 1):
-                loss = train(step)
+                train(step)
                 if manager.should_save(step):
-                    manager.save(
-                        step, model=model, optimizer=optimizer, lr_scheduler=scheduler, metrics={"loss": loss}
-                    )
+                    manager.save(step, model=model, optimizer=optimizer, lr_scheduler=scheduler)
                 if manager.should_stop:  # a rank received a preemption signal, and the step is saved
                     break
 

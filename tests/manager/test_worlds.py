@@ -224,7 +224,7 @@ class Signals:
     def __init__(self, numbers):
         self.received, self.closed, self.is_active = False, False, bool(numbers)
 
-    def close(self):
+    def close(self, stopped=False):
         self.closed = True
 
 
