@@ -390,6 +390,18 @@ def _directories_with_marks(backend: Backend) -> list[str]:
     return own or [name for name, listing in zip(names, listings) if listing.has_other]
 
 
+def not_empty(backend: Backend, place: str) -> ValidationError:
+    """Return the error of a directory that is to be new and is not; ``place`` is what the caller calls it."""
+    held = next((each for each in Listing(backend).directories if Listing(backend.child(each)).has_manifest), None)
+    listing = Listing(backend)
+    if held or listing.has_manifest or lost_ids(listing.names) or listing.has_other:
+        where = f" (in {held})" if held else ""
+        return ValidationError(
+            [f"{backend.path} has a checkpoint{where}, so it is not empty. Remedy (FC405): give another {place}"]
+        )
+    return ValidationError([f"{backend.path} is not empty. Remedy (FC405): give another {place}, or empty it"])
+
+
 @dataclass(frozen=True)
 class OtherCheckpoint:
     """A directory with another program's checkpoint.

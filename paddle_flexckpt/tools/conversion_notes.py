@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.foreign.formats import not_empty
 from paddle_flexckpt.media.backend import Backend, write_file
 
 _FOLDER = re.compile(r"\.convert-[0-9a-f]{32}")
@@ -60,10 +61,7 @@ class ConversionNotes:
         if self._name not in sink.names("directories"):
             others = [*sink.names(), *sink.names("directories")]
             if others:
-                raise ValidationError(
-                    f"{sink.path} is not empty. Remedy (FC405): give another destination, or empty it. A conversion "
-                    "that has ended leaves nothing but the checkpoint"
-                )
+                raise not_empty(sink, "destination")
             self._folder.make_directory()
         self._write(_PLAN, json.dumps(sorted(names)).encode())
 

@@ -21,6 +21,7 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.placeholders import HEADS
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError, dtype_of
+from paddle_flexckpt.foreign.formats import not_empty
 from paddle_flexckpt.media.backend import Backend, OutputFile, exists, publish
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.transfer.mapping import Settings, tensor_infos, whole_mapping
@@ -238,9 +239,7 @@ class OutputDirectory:
     def check_unused(self) -> None:
         """Raise ValidationError if anything is there."""
         if self.backend.names() or self.backend.names("directories"):
-            raise ValidationError(
-                [f"{self.backend.path} is not empty. Remedy (FC405): give another output, or empty it"]
-            )
+            raise not_empty(self.backend, "output")
 
     def make(self) -> None:
         """Make the directory, if it is not there."""

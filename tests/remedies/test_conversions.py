@@ -94,7 +94,7 @@ def test_a_destination_that_is_not_empty(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with provoked("tools/conversion_notes.py", "give another destination, or empty it"):
+    with provoked("foreign/formats.py", "or empty it"):
         convert_checkpoint(source, out)
     assert (out / "notes.txt").read_text() == "mine"
     convert_checkpoint(source, tmp_path / "other")
@@ -106,7 +106,7 @@ def test_a_destination_that_is_not_empty(source, tmp_path):
 def test_an_export_goes_to_an_empty_place(source, tmp_path):
     out = tmp_path / "out"
     export_safetensors(source, out)
-    with provoked("tools/tensor_files.py", "give another output, or empty it"):
+    with provoked("foreign/formats.py", "give another"):
         export_safetensors(source, out)
     export_safetensors(source, tmp_path / "other")
     assert values(out) == values(tmp_path / "other") == values(source)

@@ -19,9 +19,10 @@ from paddle_flexckpt import export_safetensors
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.formats import SourceDirectory, not_empty
 from paddle_flexckpt.media import local
 from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.tools import export, tensor_files
 from paddle_flexckpt.tools.whole_tensors import iterate_tensors
@@ -562,3 +563,15 @@ def test_replicas_are_exported_where_a_copy_is_damaged(values, tmp_path, caplog)
     with pytest.raises(CorruptCheckpointError, match="is missing"):
         list(iterate_tensors(path, manifest, names=["other"], use_replicas=False))
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("below", ["", "step_00000001"])
+def test_an_output_that_has_a_checkpoint_is_not_said_to_be_emptied(tmp_path, below):
+    backend = open_backend(tmp_path)
+    (tmp_path / below).mkdir(exist_ok=True)
+    (tmp_path / below / "0.manifest").write_bytes(b"")
+    text = str(not_empty(backend, "output"))
+    assert "has a checkpoint" in text and "is not empty. Remedy (FC405): give another output" in text
+    assert "empty it" not in text
+    (tmp_path / below / "0.manifest").rename(tmp_path / below / "notes")
+    assert "is not empty. Remedy (FC405): give another output, or empty it" in str(not_empty(backend, "output"))
