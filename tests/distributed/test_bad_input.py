@@ -80,7 +80,7 @@ SOURCES = {
     "int_value": TARGETS["int_value"],
     "name_is_no_string": ["names that are strings", "key 'model.'", "got 3"],
     "same_name_twice": ["two entries of the nested state dict have the same name", "key 'a.b'"],
-    "coordinator_out_of_range": ["coordinator_rank has to be an integer >= 0; got -1"],
+    "coordinator_out_of_range": ["coordinator_rank counts within the process group, 0 to 1; got -1"],
     "partial_dist_tensor": TARGETS["partial_dist_tensor"],
 }
 SAVES = {
