@@ -167,6 +167,7 @@ class StepDirectories:
         if which == "latest":
             damaged = self._listing.lost_above({*steps, *in_memory}, fails=not (fallback and steps))
         if not steps and not in_memory:
+            self._listing.check_no_checkpoint()
             raise ValidationError(
                 [
                     f"there is no complete checkpoint in {self.path}{_unfinished(begun)}. Remedy (FC301): correct the "
@@ -219,11 +220,14 @@ class StepDirectories:
     def find_run(self, step: int, restored: Which | None, run: str = "") -> str:
         """Return the identity of the run that saves ``step`` first, now or later, as :func:`identify_run` does."""
         known = self._look_at(self._listing.steps())
+        if restored is None and not known:
+            self._listing.tell_of_new_run()
         return self._identify(known, step, restored, run)
 
     def _identify(self, known: Mapping[int, _CachedStep], step: int, restored: Which | None, run: str) -> str:
         if restored is None and not known:
             self._listing.lost_above((), fails=True)  # they are not known to be of another run
+            self._listing.check_no_checkpoint()
         return identify_run(self.path, known, _identities(known), step, restored, run)
 
     def begin_run(self, step: int, restored: Which | None, run: str = "") -> str:

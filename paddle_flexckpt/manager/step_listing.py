@@ -6,19 +6,24 @@ Tested in tests/manager/test_step_directories.py and tests/manager/test_runs.py.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
+import os
 import re
 from collections.abc import Collection, Sequence
 
-from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, interrupted, name_of
 from paddle_flexckpt.media.backend import Backend, map_files
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory, lost_text
 from paddle_flexckpt.native.save_names import lost_ids, marked_by
 
 logger = logging.getLogger("paddle_flexckpt")
 
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
+# Names that are so alike (`difflib.get_close_matches`) may be one name, misspelt.
+_ALIKE = 0.75
 
 
 class StepListing:
@@ -89,3 +94,20 @@ class StepListing:
         for text in found.values():
             logger.warning(text)
         return found
+
+    def check_no_checkpoint(self) -> None:
+        """Raise ValidationError if the root itself is a checkpoint, such as a step of a run."""
+        if CheckpointDirectory(self._root).list_ids():
+            above = os.path.dirname(self._root.path)
+            raise ValidationError(
+                f"{self._root.path} is a checkpoint itself, not a directory of steps. Remedy (FC301): give the manager "
+                f"the directory of the run, such as {above}; load a single checkpoint by fc.load"
+            )
+
+    def tell_of_new_run(self) -> None:
+        """Log that a run begins in the root, and whether a directory beside it, with steps, has nearly its name."""
+        above, name = os.path.split(self._root.path.rstrip("/"))
+        beside = open_backend(above).names("directories") if self._root.has_path and above else []
+        alike = difflib.get_close_matches(name, [each for each in beside if each != name], 3, _ALIKE)
+        runs = [each for each in alike if StepListing(open_backend(os.path.join(above, each))).directories()]
+        logger.info(f"a new run begins in {self._root.path}" + (f"; beside it, {runs[0]} has steps" if runs else ""))

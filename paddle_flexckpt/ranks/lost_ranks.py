@@ -252,7 +252,10 @@ def _answers(presence: tuple[str, int]) -> bool:
 
 def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
     """Return the text for the user about missing ranks; if none is known to be lost, about the backend's error."""
-    remedy = "Remedy (FC501): look into {its} log (killed? out of memory? host or network down?), and restart the job"
+    remedy = (
+        "Remedy (FC501): look into {its} log (killed? out of memory? host or network down? in a collective that timed "
+        "out, as this call is inside `if rank == 0`?), and restart the job"
+    )
     if missing is None:
         return (
             "rank 0 is lost: the job's key-value store, which it keeps, does not answer, so it is not known which "

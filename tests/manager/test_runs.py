@@ -287,6 +287,31 @@ def test_a_step_that_is_being_removed_has_no_lost_manifest(tmp_path, caplog):
     assert "lost" not in caplog.text
 
 
+def test_a_root_that_is_a_checkpoint_itself_is_refused(old):
+    """One level too deep, a run would save its steps inside a checkpoint."""
+    step = old / "step_00000010"
+    before = tree(old)
+    manager = manager_of(step)
+    for call in (lambda: manager.should_save(1), lambda: save(manager, 1), lambda: restore(manager)):
+        with provoked("manager/step_listing.py", "give the manager the directory of the run") as caught:
+            call()
+        assert f"{step} is a checkpoint itself, not a directory of steps" in str(caught.value)
+        assert f"such as {old}; load a single checkpoint by fc.load" in str(caught.value)
+    assert tree(old) == before
+
+
+def test_a_new_run_is_told_of_one_beside_it(old, caplog):
+    (old.parent / "ran").mkdir()
+    with caplog.at_level(logging.INFO, logger="paddle_flexckpt"):
+        assert manager_of(old.parent / "run_").latest_step() is None
+        manager_of(old.parent / "run_").should_save(1)
+        manager_of(old.parent / "else").should_save(1)
+    assert [each.message for each in caplog.records] == [
+        f"a new run begins in {old.parent}/run_; beside it, run has steps",
+        f"a new run begins in {old.parent}/else",
+    ]
+
+
 def test_steps_of_managers_that_recorded_no_run(tmp_path, monkeypatch):
     """A run that was begun by them goes on; a fresh one has to choose."""
     encode = StepRecord.encode

@@ -336,7 +336,8 @@ def test_a_rank_that_dies_is_named_on_all_others_soon(store, size, point):
     assert processes[victim].exitcode == -signal.SIGKILL
     lost = (
         f"rank {victim} is lost: it has gone, or does not answer. Remedy (FC501): look into its log (killed? out of "
-        "memory? host or network down?), and restart the job"
+        "memory? host or network down? in a collective that timed out, as this call is inside `if rank == 0`?), and "
+        "restart the job"
     )
     for rank, texts in outcomes:
         assert texts == [

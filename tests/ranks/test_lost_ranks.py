@@ -208,7 +208,8 @@ def test_what_is_said():
     assert describe_lost_ranks(None, error).startswith("rank 0 is lost: the job's key-value store")
     assert describe_lost_ranks(Missing([3, 5], [], []), error) == (
         "ranks 3, 5 are lost: they have gone, or do not answer. Remedy (FC501): look into their log (killed? out of "
-        "memory? host or network down?), and restart the job"
+        "memory? host or network down? in a collective that timed out, as this call is inside `if rank == 0`?), and "
+        "restart the job"
     )
     assert describe_lost_ranks(Missing([], [], [2, 4]), error).startswith(
         "ranks 2, 4 are missing: they have gone before their first call of this library, or have not come to it yet. "
