@@ -190,6 +190,27 @@ def _heads(statement: Statement, tag: str) -> tuple[int, int]:
     return heads, groups
 
 
+def check_head_sizes(statement: Statement, shapes: Sequence[Sequence[int]]) -> None:
+    """Raise StatementError where q, k and v of these shapes cannot have the statement's numbers of heads.
+
+    Heads of q and of k are multiplied with each other, so they have one size. Those of v may have another.
+    """
+    tag = fused_tag(statement)
+    if tag not in ("fused_qkv", "fused_qkv_old") or len(shapes) != 3:
+        return
+    heads, groups, axis = *_heads(statement, tag), _axis(statement)
+    q, k, _ = (shape[::-1] if each.transposed else shape for each, shape in zip(statement.left, shapes))
+    if not isinstance(axis, int) or not -min(len(q), len(k)) <= axis < min(len(q), len(k)):
+        return  # the error of a cut says so
+    if q[axis] * groups != k[axis] * heads:
+        raise StatementError(
+            f"q has {q[axis]} elements along axis {axis}, {q[axis] / heads:g} for each of {heads} heads, and k has "
+            f"{k[axis]}, {k[axis] / groups:g} for each of {groups}: these are other numbers of heads than the tensors "
+            "have, and q, k and v would be cut at wrong places. Remedy (FC606): give num_heads= and "
+            "num_key_value_groups= of this model"
+        )
+
+
 def _commas(names: Sequence[str]) -> str:
     return ",".join(map(quoted, names))
 

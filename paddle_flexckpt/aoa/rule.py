@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from paddle_flexckpt.aoa.macros import expand, expand_arrays, expand_stars, fused_tag
+from paddle_flexckpt.aoa.macros import check_head_sizes, expand, expand_arrays, expand_stars, fused_tag
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, carry_out, concatenated
 from paddle_flexckpt.aoa.parser import Statement, parse
 from paddle_flexckpt.aoa.placeholders import OFFSET, Placeholder, Template, name_hint, parse_name
@@ -96,6 +96,7 @@ class Rule:
         self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
     ) -> list[tuple[Structure, tuple[int, ...] | None]]:
         """Return the right names' structures, and which of all left inputs each has; None: these, in order."""
+        check_head_sizes(self.statement, [value.structure.shape for value in left])
         names: dict[str, Value] = {}
         first = 0
         for variable, value in zip(self.statement.left, left):

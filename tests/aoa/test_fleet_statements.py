@@ -151,5 +151,5 @@ def test_heads_that_do_not_fit_are_told_with_the_statement():
     rows = {"q": 3 * WIDTH, "k": GROUPS * WIDTH, "v": GROUPS * WIDTH}
     source = {f"hf.{x}": room(count, HIDDEN) for x, count in rows.items()}
     text = f"hf.q^T, hf.k^T, hf.v^T -> model.qkv, fused_qkv, {HEADS_TEXT}"
-    with pytest.raises(AoaError, match="AOA statement 1.*extent 6, which 4 equal parts do not divide"):
+    with pytest.raises(AoaError, match="AOA statement 1: q has 6 elements along axis 1, 1.5 for each of 4 heads"):
         compiled([text], source, {"model.qkv": room(HIDDEN, sum(rows.values()))})

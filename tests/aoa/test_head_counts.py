@@ -11,9 +11,10 @@ from safetensors.numpy import save_file
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.aoa import AoaError
+from paddle_flexckpt.aoa.compile import explain
 from paddle_flexckpt.aoa.head_counts import check_heads
 from paddle_flexckpt.aoa.model_rules import model_rules
-from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog import Catalog, CatalogBuilder, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.digests import digest_checkpoint
@@ -167,3 +168,36 @@ def test_the_example_of_model_rules_gives_statements_of_both_directions():
     exec(docstring_block("paddle_flexckpt/aoa/model_rules.py", "fc.model_rules("), scope)
     assert scope["rules"] == model_rules("qwen2", "fused", num_heads=14, num_key_value_groups=2, tied=True)
     assert scope["back"] == model_rules("qwen2", "fused", "to_hf", num_heads=14, num_key_value_groups=2)
+
+
+def described(shapes: dict[str, tuple[int, ...]]) -> Catalog:
+    builder = CatalogBuilder(0)
+    for name, shape in shapes.items():
+        builder.add(name, "float32", shape, (0,) * len(shape), shape)
+    return builder.build()
+
+
+@pytest.mark.parametrize("tag", ["fused_qkv", "fused_qkv_old"])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_numbers_that_the_shapes_contradict_are_refused(tag, axis):
+    """As in a configuration with 8 heads of keys for a model with 4: all parts would be whole, of two sizes."""
+    shapes = {"q": (16, 32), "k": (16, 16), "v": (16, 16)}
+    if axis == 0:
+        shapes = {name: shape[::-1] for name, shape in shapes.items()}
+    source = described(shapes)
+
+    def outputs(heads: int, groups: int):
+        text = f"q, k, v -> a, {tag}, num_heads={heads}, num_key_value_groups={groups}, axis={axis}"
+        return explain({"aoa_statements": [text]}, source)
+
+    assert outputs(8, 4)
+    with provoked("aoa/macros.py", "give num_heads= and num_key_value_groups= of this model") as caught:
+        outputs(8, 8)
+    said = f"q has 32 elements along axis {axis}, 4 for each of 8 heads, and k has 16, 2 for each of 8"
+    assert said in str(caught.value) and "Remedy (FC606): give num_heads= and num_key_value_groups=" in str(
+        caught.value
+    )
+    turned = described({name: shape[::-1] for name, shape in shapes.items()})
+    text = f"q^T, k^T, v^T -> a, {tag}, num_heads=8, num_key_value_groups=8, axis={axis}"
+    with pytest.raises(AoaError, match="q has 32 elements along axis"):
+        explain({"aoa_statements": [text]}, turned)
