@@ -34,7 +34,7 @@ from paddle_flexckpt.aoa.families import family_rules, small_models
 from paddle_flexckpt.aoa.head_counts import check_heads
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.placeholders import HEADS
-from paddle_flexckpt.aoa.statements import AoaError
+from paddle_flexckpt.aoa.statements import AoaError, FamilyRules
 from paddle_flexckpt.catalog.dtypes import plain_integer
 
 _DIRECTIONS = ("from_hf", "to_hf")
@@ -148,11 +148,11 @@ def model_rules(
     context = f"{name}, variant {variant}, direction {direction}"
     if direction == "from_hf":
         statements = [text for block in blocks for text in rules["blocks"][block]["aoa_statements"]]
-        return {"aoa_statements": _filled(context, rules["parameters"], statements, texts)}
+        return FamilyRules(_filled(context, specs, statements, texts), name, variant, direction, values)
     written, forward = _way_back(rules["blocks"], blocks)
     inverse = invert({"aoa_statements": _filled(context, rules["parameters"], forward, texts)})["aoa_statements"]
     # Written statements come first: they read the Paddle model's tensors, whose names may be HF's too.
-    return {"aoa_statements": _filled(context, rules["parameters"], written, texts) + inverse}
+    return FamilyRules(_filled(context, specs, written, texts) + inverse, name, variant, direction, values)
 
 
 def _read_settings(path: str | os.PathLike[str]) -> Mapping[str, Any]:

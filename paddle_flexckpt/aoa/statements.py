@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Union
 
 from paddle_flexckpt.catalog import AoaError
@@ -20,6 +20,24 @@ KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
 MAX_LINE = 400
 
 
+class FamilyRules(dict[str, list[str]]):
+    """The rules of a family of models as an ``aoa_config``, which knows whose rules they are.
+
+    Attributes:
+        family: The family.
+        variant: What the Paddle model fuses.
+        direction: ``"from_hf"`` or ``"to_hf"``.
+        parameters: The rules' parameters by name.
+    """
+
+    def __init__(
+        self, statements: list[str], family: str, variant: str, direction: str, parameters: Mapping[str, Any]
+    ) -> None:
+        """Take the statements and what they are."""
+        super().__init__(aoa_statements=statements)
+        self.family, self.variant, self.direction, self.parameters = family, variant, direction, parameters
+
+
 @dataclass(frozen=True)
 class Statements:
     """A user's ``aoa_config``, read and checked.
@@ -28,11 +46,13 @@ class Statements:
         statements: The program's texts.
         reverse: Whether to use the inverse of the program.
         is_lenient: Whether statements with placeholders are left out, with a warning, where they match nothing.
+        rules: The rules of a family that these are, untouched; None: they are not known to be any.
     """
 
     statements: tuple[str, ...]
     reverse: bool = False
     is_lenient: bool = False
+    rules: FamilyRules | None = field(default=None, compare=False, repr=False)
 
 
 def read_config(aoa_config: AoaConfig | Statements) -> Statements:
@@ -63,7 +83,8 @@ def read_config(aoa_config: AoaConfig | Statements) -> Statements:
     for key in KEYS[1:]:
         if not isinstance(value.get(key, False), bool):
             raise _malformed(f"{key} has to be true or false; got {value[key]!r}")
-    return Statements(tuple(statements), bool(value.get("aoa_config_reverse", False)))
+    rules = value if isinstance(value, FamilyRules) and set(value) == {"aoa_statements"} else None
+    return Statements(tuple(statements), bool(value.get("aoa_config_reverse", False)), rules=rules)
 
 
 def _malformed(text: str) -> AoaError:

@@ -95,8 +95,8 @@ def order_warning(source: str, keys: list[str]) -> str:
         f"{source} does not say in which order the elements of {len(keys)} tensors lie that are cut along the outputs "
         "of their layer. Where one of them fuses several parameters (q, k and v; gate and up), it was taken as its "
         "shards are: part by part, not in natural order. Remedy (FC207): load it once into parameters that are marked "
-        "with a FusedAxis, under the strategy of its save, and save it again; or give AOA statements such as "
-        f"'{keys[0]} -> {keys[0]}, fused_ffn'. These are: {', '.join(keys)}"
+        "with a FusedAxis where they are fused, under the strategy of its save, and save it again. These are: "
+        f"{', '.join(keys)}"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -39,14 +39,31 @@ def compile_mapping(
         settings: Returns the ``config.json`` of the model, which is read for statements with head counts.
 
     Raises:
-        ValidationError: The statements do not fit, head counts are not those of the settings, or ranks want one key in
-            different dtypes.
+        ValidationError: The statements do not fit, head counts or family are not those of the settings, rules of a
+            family leave weights of layers as they are, or ranks want one key in different dtypes.
     """
     statements = aoa.read_config([] if aoa_config is None else aoa_config)
     if any("num_heads" in text for text in statements.statements):
         from paddle_flexckpt.aoa.head_counts import check_heads
 
         check_heads(statements, settings())
+    if statements.rules is None:
+        return _compiled(statements, source, target, master_weights, completion)
+    from paddle_flexckpt.aoa import rule_fits
+
+    rule_fits.check_family(statements.rules, source, settings())
+    try:
+        mapping = _compiled(statements, source, target, master_weights, completion)
+    except aoa.AoaError as error:
+        rule_fits.check_others(statements.rules, error, source)
+        raise
+    rule_fits.check_touched(statements.rules, mapping, source, target)
+    return mapping
+
+
+def _compiled(
+    statements: aoa.Statements, source: Catalog, target: Catalog | None, master_weights: Any, completion: Sequence[str]
+) -> TensorMapping:
     if target is not None:
         mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
         _check_dtypes(mapping, target)
@@ -144,8 +161,9 @@ def config_digest(aoa_config: Any) -> str | None:
     """Return a digest of a program, whatever its form; None if there is none."""
     if aoa_config is None:
         return None
-    config = asdict(aoa.read_config(aoa_config))
+    config = asdict(replace(aoa.read_config(aoa_config), rules=None))
     lenient = config.pop("is_lenient")
+    del config["rules"]
     text = json.dumps({**config, **({"is_lenient": True} if lenient else {})})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

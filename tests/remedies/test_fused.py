@@ -146,9 +146,10 @@ def test_an_old_checkpoint_is_saved_again_or_read_by_statements(tmp_path, caplog
     warning = next(record.getMessage() for record in caplog.records if "Remedy" in record.getMessage())
     advised(
         "catalog/texts.py",
-        "load it once into parameters that are marked with a FusedAxis, under the strategy of its save",
+        "load it once into parameters that are marked with a FusedAxis where they are fused, under the strategy of",
         warning,
     )
+    assert "->" not in warning  # a statement for a parameter that is not fused would permute it
     assert merged.tolist() == stored(0, 1).tolist()
     marked = load(tmp_path / "old", 2, FFN)
     save(tmp_path / "new", 2, FFN, lambda rank, degree: marked[rank])

@@ -1,0 +1,119 @@
+"""Rules of another family than the model's are refused: by its configuration, and by the weights that they leave."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.aoa.model_rules import model_rules, rule_names
+from paddle_flexckpt.cli.main import main
+from tests.cli.test_convert import CONFIG, llama
+from tests.remedies.following import advised, provoked
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """A small Llama as Hugging Face has it, without a configuration."""
+    (tmp_path / "hf").mkdir()
+    save_file(llama(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def native(hf, tmp_path):
+    """The same as Paddle has it."""
+    fc.convert_checkpoint(hf, tmp_path / "native", model_rules("llama"))
+    return tmp_path / "native"
+
+
+def test_each_family_s_rules_make_what_llama_s_make_or_are_refused(hf, native, tmp_path):
+    same, refused = set(), set()
+    for number, family in enumerate(rule_names()):
+        try:
+            fc.convert_checkpoint(hf, tmp_path / str(number), model_rules(family))
+        except fc.ValidationError as error:
+            assert "FC606" in str(error), f"{family}: {error}"
+            refused.add(family)
+        else:
+            same.add(family)
+            assert fc.diff(native, tmp_path / str(number)).equal, family
+    assert same >= {"llama", "gemma", "qwen2_vl"}
+    assert refused >= {"gpt2", "chatglm2", "mixtral", "opt", "phi3", "glm", "qwen3"}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "glm", "mixtral"])
+def test_rules_that_leave_weights_of_layers_name_those_that_do_not(hf, tmp_path, family):
+    with provoked("aoa/rule_fits.py", "take the rules for the model's family; those for") as caught:
+        fc.convert_checkpoint(hf, tmp_path / "out", model_rules(family))
+    assert "'model.layers.0." in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    named = str(caught.value).rpartition("those for ")[2].partition(" fit")[0].split(" or ")
+    for number, name in enumerate(named):
+        fc.convert_checkpoint(hf, tmp_path / str(number), model_rules(name))
+
+
+def test_a_configuration_of_another_family_refuses_rules_unless_they_do_the_same(hf, native, tmp_path, capsys):
+    (hf / "config.json").write_text(json.dumps(CONFIG))
+    fused = model_rules("qwen2_moe", "stacked", num_experts=2, num_heads=4, num_key_value_groups=2)
+    with provoked("aoa/rule_fits.py", "are meant, give their statements as your own") as caught:
+        fc.convert_checkpoint(hf, tmp_path / "out", fused)
+    assert "the model_type is 'llama'" in str(caught.value)
+    assert "take the rules for llama; if those for qwen2_moe" in str(caught.value)
+    assert main(["convert", str(hf), str(tmp_path / "out"), "--model", "gpt2"]) == 1
+    assert "FC606" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(["convert", str(hf), str(tmp_path / "same"), "--model", "gemma"]) == 0
+    assert fc.diff(native, tmp_path / "same").equal
+    # Insisted on, as the remedy says.
+    fc.convert_checkpoint(hf, tmp_path / "mine", fused["aoa_statements"])
+
+
+def test_a_load_refuses_them_where_the_target_takes_a_weight_as_it_is(hf):
+    wanted = {name: np.zeros_like(value) for name, value in llama().items()}
+    with pytest.raises(fc.ValidationError, match=r"'model\.layers\.0\..*FC606"):
+        fc.load_state_dict(wanted, hf, "self", aoa_config=model_rules("glm", lm_head="embedding"))
+    assert not any(value.any() for value in wanted.values())
+    fc.load_state_dict({"model.norm.weight": wanted["model.norm.weight"]}, hf, "self", aoa_config=model_rules("glm"))
+
+
+def test_a_publication_refuses_them(native, tmp_path):
+    with pytest.raises(fc.ValidationError, match=r"have no statement for .*FC606"):
+        fc.convert_checkpoint(native, tmp_path / "out", model_rules("gpt2", direction="to_hf"), format="huggingface")
+    state = fc.load_merged_state_dict(str(native))
+    state = {name: np.asarray(value) for name, value in state.items()}
+    with pytest.raises(fc.ValidationError, match=r"have no statement for .*FC606"):
+        fc.publish(state, tmp_path / "out", "self", aoa_config=model_rules("gpt2", direction="to_hf"))
+
+
+def test_another_variant_is_named_by_the_way_back(hf, tmp_path, capsys):
+    (hf / "config.json").write_text(json.dumps(CONFIG))
+    assert main(["convert", str(hf), str(tmp_path / "fused"), "--model", "llama", "--variant", "fused"]) == 0
+    back = ["convert", str(tmp_path / "fused"), str(tmp_path / "back"), "--model", "llama", "--format", "huggingface"]
+    capsys.readouterr()
+    assert main(back) == 1
+    text = capsys.readouterr().err
+    assert "'model.layers.0.self_attn.qkv_proj.weight'" in text
+    advised("aoa/rule_fits.py", "take the variant that fits", text)
+    assert "--variant fused (variant='fused' in Python)" in text
+    assert "optional" not in text
+    assert main([*back, "--variant", "fused"]) == 0
+    written = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(np.array_equal(value, written[name]) for name, value in llama().items())
+
+
+def test_weights_that_no_family_has_are_refused_until_a_statement_names_them(hf, tmp_path):
+    save_file({**llama(), "model.layers.1.mlp.extra.weight": np.ones((3, 2), np.float32)}, hf / "model.safetensors")
+    with provoked("aoa/rule_fits.py", "name the family of these weights; where none has their names, give AOA"):
+        fc.convert_checkpoint(hf, tmp_path / "out", model_rules("llama"))
+    edited = [*model_rules("llama")["aoa_statements"], "model.layers.1.mlp.extra.weight^T -> model.layers.1.extra"]
+    assert fc.convert_checkpoint(hf, tmp_path / "out", edited).keys == len(llama()) + 1
+
+
+def test_the_error_of_a_target_is_not_taken_for_one_of_the_rules(hf):
+    wanted = {"lm_head.weight": np.zeros((3, 5), np.float32)}
+    with pytest.raises(fc.ValidationError, match="FC603"):
+        fc.load_state_dict(wanted, hf, "self", aoa_config=model_rules("llama"))
