@@ -173,13 +173,13 @@ class CheckpointManager:
         :meth:`save` then saves the step to the root, to the ``memory``, or to both, as their policies want. It is False
         for the step that was saved or restored last. One small collective; none with ``preemption_signals=()`` and
         policies that need no clock; one more if a policy of ``memory`` needs one, and in the first call, in which the
-        coordinator looks whether the root has steps of another run.
+        coordinator looks whether the root can be written to, and whether it has steps of another run.
 
         Args:
             step: The step that has just ended.
 
         Raises:
-            ValidationError: Ranks are at different steps, or the root has steps of another run.
+            ValidationError: Ranks are at different steps, or the root has steps of another run, or is not writable.
         """
         self._check_open()
         step, context = plain_integer(step), f"cannot decide about saving in {self.path!r}"

@@ -15,6 +15,7 @@ from typing import Any
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.manager.memory_tier import MemoryTier, stored_by
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.planned_bytes import plan_bytes
 from paddle_flexckpt.tools.memory_runs import bytes_in
@@ -35,16 +36,17 @@ class MemoryRoom:
     def check(
         self, describe: Callable[[], Mapping[str, Any]], run_directory: str, comm: Communicator, context: str
     ) -> None:
-        """Check that the steps have room; no value is read. Two collectives, or five in a large job.
+        """Check that the steps have room, and a directory that can be written to. Two collectives; five in a large job.
 
         Bytes of the run that are there already, in ``run_directory``, count as free; "" if there are none.
 
         Raises:
-            ValidationError: There is too little on a node; the same on every rank.
+            ValidationError: There is too little, or no such directory, on a node; the same on every rank.
         """
         written, path = plan_bytes(describe, comm, context), self.tier.path
 
         def look() -> tuple[None, bytes]:
+            LocalBackend(str(path)).check_writable()
             system = os.statvfs(_existing(path))
             taken = bytes_in(run_directory) if run_directory else 0
             mine = written, self.tier.limit, system.f_bavail * system.f_frsize, taken

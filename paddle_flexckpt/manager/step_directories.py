@@ -225,6 +225,8 @@ class StepDirectories:
         return self._identify(known, step, restored, run)
 
     def _identify(self, known: Mapping[int, _CachedStep], step: int, restored: Which | None, run: str) -> str:
+        if isinstance(self._root, LocalBackend):
+            self._root.check_writable()
         if restored is None and not known:
             self._listing.lost_above((), fails=True)  # they are not known to be of another run
             self._listing.check_no_checkpoint()

@@ -1,6 +1,6 @@
-"""Errors of full disks and of limits on files, with the bytes needed, the bytes free, and the remedy.
+"""Errors of full disks, of limits on files and of what cannot be written to, with the figures and the remedy.
 
-Tested in tests/native/test_data_file.py and tests/loading/test_publishing.py.
+Tested in tests/native/test_data_file.py, tests/loading/test_publishing.py and tests/media/test_destinations.py.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from collections.abc import Iterator
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.file_names import naming
 
+UNWRITABLE = (
+    "Remedy (FC406): let this process write there (owner, permissions, a read-only mount, a file in the place of a "
+    "directory), or give another path"
+)
+_REFUSED = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR))
+
 
 @contextlib.contextmanager
 def writing(path: str, nbytes: int | None = None) -> Iterator[None]:
-    """Add the file's name to errors, and figures and the remedy to those of a full disk.
+    """Add the file's name to errors, and the remedy to those of a full disk, with figures, or of a refusal.
 
     Args:
         path: The file that is written.
@@ -27,6 +33,8 @@ def writing(path: str, nbytes: int | None = None) -> Iterator[None]:
         with naming(path):
             yield
     except OSError as error:
+        if error.errno in _REFUSED:
+            raise OSError(error.errno, f"{os.strerror(error.errno)}: {path}. {UNWRITABLE}") from None
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         remedy = "Remedy (FC402): make room on that storage for what all its ranks write, and call again"

@@ -20,7 +20,7 @@ from typing import Any
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.media.backend import REPLACING, Backend, Buffer, InputFile, Kind, Mode, OutputFile
 from paddle_flexckpt.media.file_names import naming, open_inside
-from paddle_flexckpt.media.full_disks import writing
+from paddle_flexckpt.media.full_disks import UNWRITABLE, writing
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
 
@@ -158,7 +158,9 @@ class OutputParts:
 
     def __init__(self, path: str) -> None:
         """Open the file; the first process creates it."""
-        self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._path = path
+        with writing(path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write_at(self, data: Buffer, offset: int) -> None:
         """Write all of the data from byte ``offset`` on."""
@@ -263,6 +265,16 @@ class LocalBackend(Backend):
             if os.path.isdir(self.path):
                 return
         raise self._no_directory()
+
+    def check_writable(self) -> None:
+        """Raise ValidationError if this process cannot make the directory, or files in it; nothing is touched."""
+        path = os.path.abspath(self.path)
+        while not os.path.lexists(path) and path != os.path.dirname(path):
+            path = os.path.dirname(path)
+        if not os.path.isdir(path):
+            raise self._no_directory()
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise ValidationError(f"{self.path} cannot be saved to: {path} is not writable. {UNWRITABLE}")
 
     def _make_directory(self) -> None:
         missing = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -14,7 +15,8 @@ from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.loading.loader import load_state_dict
-from paddle_flexckpt.manager import CheckpointManager
+from paddle_flexckpt.loading.publishing import publish
+from paddle_flexckpt.manager import CheckpointManager, MemoryTier, SaveEvery
 from paddle_flexckpt.media.local import LocalOutputFile, OutputParts
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
@@ -22,6 +24,7 @@ from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.export import export_safetensors
 from tests.native.two_ranks import load, save, shards, state
+from tests.remedies.following import provoked
 from tests.saved import named, short, short_names
 
 NAMES_A_FILE = "names a file, and a checkpoint is a directory. Remedy (FC406): give the path of a directory"
@@ -75,6 +78,102 @@ def test_nor_is_it_by_whatever_else_writes_checkpoints(tmp_path, capsys, name):
     with pytest.raises(ValidationError, match=re.escape(f"memory://run/{name} {NAMES_A_FILE}")):
         save_state_dict({"x": np.zeros(3)}, f"memory://run/{name}", SoloCommunicator())
     assert tree(tmp_path) == before
+
+
+def refuse(monkeypatch, number: int, call: str, part: str) -> None:
+    """What would be made below a directory is refused: this process may write everywhere."""
+    real = getattr(os, call)
+
+    def fail(path, *args, **kwargs):
+        if part in str(path) and (call == "mkdir" or args[0] & os.O_CREAT):
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, call, fail)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR])
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_a_place_that_refuses_to_be_written_to(tmp_path, monkeypatch, number, call):
+    """The error was the bare one of the system, without a remedy."""
+    values, root = {"w": np.ones(3, np.float32)}, tmp_path / "there"
+    save_state_dict(values, tmp_path / "source", SoloCommunicator())
+    root.mkdir()
+
+    def by_a_manager():
+        with CheckpointManager(root / "run", process_group=SoloCommunicator(), preemption_signals=()) as manager:
+            manager.save(1, state=values)
+
+    for work in (
+        lambda: save_state_dict(values, root / "c", SoloCommunicator()),
+        lambda: publish({"w": values["w"]}, root / "p", SoloCommunicator()),
+        lambda: export_safetensors(tmp_path / "source", root / "e"),
+        by_a_manager,
+    ):
+        with monkeypatch.context() as refusing:
+            refuse(refusing, number, call, str(root))
+            if call == "mkdir" and number == errno.ENOTDIR:
+                with pytest.raises(CheckpointError, match=r"is not a directory, so nothing.*Remedy \(FC406\)"):
+                    work()
+                continue
+            with provoked("media/full_disks.py", "let this process write there") as caught:
+                work()
+        assert f"{os.strerror(number)}: {root}/" in str(caught.value) and str(caught.value).count("Remedy") == 1
+        work()
+
+
+@pytest.mark.parametrize("why", ["file", "below a file", "not writable", "parent not writable"])
+@pytest.mark.parametrize("what", ["root", "memory"])
+def test_a_manager_finds_out_before_the_first_save(tmp_path, monkeypatch, why, what):
+    """The first save, perhaps after hours, was the first to say so."""
+    place = tmp_path / "place"
+    if "file" in why:
+        place.write_text("mine")
+    elif why == "not writable":
+        place.mkdir()
+    values = {"w": np.ones(3, np.float32)}
+    path = place / "run" if why == "below a file" else place
+    root, memory = (path, tmp_path / "shm") if what == "root" else (tmp_path / "run", path)
+    tier = MemoryTier(memory, SaveEvery(1000), copies=1)
+    before = tree(tmp_path)
+    access = os.access
+    refused = str(tmp_path) if why == "parent not writable" else str(place)
+
+    def make():
+        return CheckpointManager(
+            root,
+            process_group=SoloCommunicator(),
+            preemption_signals=(),
+            save_when=SaveEvery(1000),
+            state=values,
+            **more,
+        )
+
+    def first():
+        with make() as manager:
+            assert not manager.should_save(1)
+
+    more = {"memory": tier} if what == "memory" else {}
+    if "file" in why:
+        with pytest.raises(ValidationError, match=r"is not a directory, so nothing can be saved.*Remedy \(FC406\)"):
+            first()
+        assert tree(tmp_path) == before
+        place.unlink()
+    else:
+        with monkeypatch.context() as refusing:
+            refusing.setattr(os, "access", lambda path, mode: path != refused and access(path, mode))
+            with provoked("media/full_disks.py", "let this process write there", ValidationError) as caught:
+                first()
+        assert f"{path} cannot be saved to: {refused} is not writable" in str(caught.value)
+        assert tree(tmp_path) == before
+    first()
+    if what == "root":  # a restore alone needs no permission
+        with make() as manager:
+            manager.save(1, state=values)
+        with monkeypatch.context() as refusing:
+            refusing.setattr(os, "access", lambda path, mode: False)
+            with make() as manager:
+                assert manager.restore(state=values).step == 1
 
 
 def test_a_tilde_is_the_users_home_wherever_a_path_is_taken(tmp_path, monkeypatch, capsys):

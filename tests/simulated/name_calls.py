@@ -175,6 +175,11 @@ class NameCalls(FileCalls):
         place.found()
         return SimpleNamespace(free=place.file_system.room)
 
+    def access(self, path: Any, mode: int) -> bool:
+        """Imitate ``os.access`` of a process that may do what the file system does. It is no moment."""
+        place = self.walk(text_of(path))
+        return place.inode is not None and not (mode & os.W_OK and place.file_system.read_only)
+
     def statvfs(self, path: Any) -> os.statvfs_result:
         """Imitate ``os.statvfs``: how much room there is."""
         text = text_of(path)

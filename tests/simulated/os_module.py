@@ -128,7 +128,7 @@ def os_module(calls: NameCalls) -> Namespace:
     }
     own = (
         "open close dup memfd_create read readv pread preadv write writev pwrite lseek ftruncate truncate fsync stat "
-        "fstat statvfs mkdir unlink rmdir rename link symlink readlink"
+        "fstat statvfs access mkdir unlink rmdir rename link symlink readlink"
     )
     functions.update({name: getattr(calls, name) for name in own.split()})
     texts = {name: getattr(os, name) for name in _TEXT.split()}
