@@ -18,7 +18,6 @@ Tested in tests/transfer/test_options.py and tests/loading/test_options.py.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import json
@@ -33,6 +32,7 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.dtypes import check_integer
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.progress import Meter, ProgressCallback
+from paddle_flexckpt.transfer.arguments import check_count, check_names
 
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa import AoaConfig
@@ -384,21 +384,9 @@ def takes(options: type[Options], **may_differ: str) -> Callable[[Call], Call]:
 
         @functools.wraps(call)
         def checked(*arguments: Any, **named: Any) -> Any:
-            for name in named:
-                if name not in every:
-                    longer = [each for each in every if each.endswith(f"_{name}")]
-                    # A checkpoint of a directory has an id; steps are a manager's.
-                    longer = ["unique_id"] if name == "step" and "unique_id" in every else longer
-                    similar = longer or difflib.get_close_matches(name, every, 1)
-                    near = difflib.get_close_matches(name, [each for each in every if each != "self"], 3, 0)
-                    hint = f"; did you mean {similar[0]!r}?" if similar else f"; the nearest are {', '.join(near)}"
-                    raise TypeError(f"{call.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
-            if len(arguments) > len(positional) > 0 and not takes_any:
-                by_name = [f"{each}=" for each in given if each not in positional][: len(arguments) - len(positional)]
-                raise TypeError(
-                    f"{call.__qualname__}() takes {', '.join(positional)} by position, and the rest by name, such as "
-                    f"{', '.join(by_name) or f'{every[-1]}='}; got {len(arguments)} arguments by position"
-                )
+            check_names(call, named, every)
+            if not takes_any:
+                check_count(call, len(arguments), positional, every)
             return call(*arguments, **named)
 
         checked.__signature__ = signature.replace(parameters=[*given.values(), *more])  # type: ignore[attr-defined]

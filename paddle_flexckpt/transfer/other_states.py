@@ -10,14 +10,10 @@ from dataclasses import replace
 
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.optimizer_states import ACCUMULATORS, MASTER, SCALARS, is_torch_state, split_state
+from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.transfer.further_layers import by_layers
-from paddle_flexckpt.transfer.names import MASTER_STATE, bare, split_raw
 from paddle_flexckpt.transfer.problems import NO_KEY
-
-_NO_KINDS = frozenset({MASTER, MASTER_STATE})
-_POWERS = frozenset(f"{name}_0" for name in SCALARS)
-_KINDS = frozenset(f"{name}_0" for name in ACCUMULATORS)
+from paddle_flexckpt.transfer.state_kinds import NO_KINDS, kinds_of_two, state_of
 
 
 def summarised(problems: Mapping[int, Problem], missing: set[int], targets: Catalog, source: Catalog) -> list[Problem]:
@@ -31,49 +27,11 @@ def summarised(problems: Mapping[int, Problem], missing: set[int], targets: Cata
     """
     known = {*source.keys, *targets.keys}
     lacking = {row: state_of(targets.keys[row], known) for row in missing if row in problems}
-    kinds = _other_kinds(targets, source, known)
-    if kinds is not None and all(lacking.values()) and {*lacking.values()} - _NO_KINDS:
+    kinds = kinds_of_two(targets, source, known)
+    if kinds is not None and all(lacking.values()) and {*lacking.values()} - NO_KINDS:
         kept = [problem for row, problem in problems.items() if row not in lacking]
         return [*kept, _whole(sorted(lacking), targets, *map(sorted, kinds))]
     return by_layers(_grouped(problems, targets, known), targets.keys, source.keys)
-
-
-def states_of_another(targets: Catalog, source: Catalog) -> list[int]:
-    """Return the rows of all states, masters included, where the source has another optimizer's states, or none."""
-    known = {*source.keys, *targets.keys}
-    if _other_kinds(targets, source, known) is None:
-        return []
-    return [row for row, key in enumerate(targets.keys) if state_of(key, known)]
-
-
-def _other_kinds(targets: Catalog, source: Catalog, known: set[str]) -> tuple[set[str], set[str]] | None:
-    """Return the kinds of states of both sides if they are of two optimizers, or the source has none; else None.
-
-    Optimizers may share a kind, as AdamW and NAdam do: then each has kinds that the other lacks.
-    """
-    kinds = {state_of(key, known) for key in targets.keys}
-    wanted = kinds - _NO_KINDS - {""}
-    there = {state_of(key, known) for key in source.keys} - _NO_KINDS - {""}
-    # A rank may have powers of beta alone, and an optimizer may be loaded by itself.
-    are_two = not wanted & there or (wanted - there and (there - wanted) & _KINDS)
-    if "" not in kinds or not wanted - _POWERS or not are_two or _has_others(source, targets.keys, known):
-        return None
-    return wanted, there
-
-
-def state_of(key: str, known: set[str]) -> str:
-    """Return the state of a key, such as ``moment1_0``; "" for a parameter."""
-    raw = split_raw(bare(key))
-    return split_state(key, known)[1] or (raw.state if raw else "")
-
-
-def _has_others(source: Catalog, states: Sequence[str], known: set[str]) -> bool:
-    """Return whether the source has states under names that are not Paddle's."""
-    parameters = {split_state(key, known)[0] for key in states}
-    return any(
-        is_torch_state(key) or (not state_of(key, known) and key.rpartition(".")[0] in parameters)
-        for key in source.keys
-    )
 
 
 def _whole(rows: Sequence[int], targets: Catalog, wanted: list[str], there: list[str]) -> Problem:

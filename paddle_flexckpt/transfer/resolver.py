@@ -74,7 +74,7 @@ def resolve(
     problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
     others = {row: resolver.resolve(row) for row in np.flatnonzero(~resolver.are_plain()).tolist()}
     if options.optimizer_states == "ignore":
-        from paddle_flexckpt.transfer.other_states import states_of_another
+        from paddle_flexckpt.transfer.state_kinds import states_of_another
 
         for row in states_of_another(targets.catalog, source):
             key = targets.catalog.keys[row]
