@@ -254,7 +254,10 @@ class MemorySteps:
             CheckpointError: It cannot be saved, or another process holds the run; older steps are unchanged. Or an
                 older step could not be removed; then the text says which one is whole.
         """
-        step, self._is_used = asked.step, True
+        step, self.run = asked.step, run or self.run
+        if self._writer is None:
+            self.check_room(lambda: shards, context)  # before the root names a run that may get no step here
+        self._writer, self._is_used = self._writer or BackgroundWriter(), True
         if self._noted != run or self._held != self.run:
 
             def note() -> tuple[None, bytes]:
@@ -268,9 +271,6 @@ class MemorySteps:
             self._hold(context)
         if not self._is_tidy:
             self._tidy(context)
-        if self._writer is None:
-            self.check_room(lambda: shards, context)
-            self._writer = BackgroundWriter()
         copies, parity = copies_on(self._tier, self._nodes)
         try:
             options = SaveOptions(

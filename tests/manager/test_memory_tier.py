@@ -1256,6 +1256,20 @@ def test_a_background_save_for_which_no_room_was_asked_reads_no_file_in_memory(n
     assert given == [False, True]
 
 
+def test_a_start_without_room_leaves_no_run_to_warn_of(nodes, caplog):
+    """The corrected start warned of the steps of the run before, which had none."""
+
+    def save(manager, comm):
+        with manager:
+            manager.should_save(2)
+            manager.save(2, state=shards(comm, 2), rng=False)
+
+    assert "too little room" in one_error(nodes.run([0, 1], save, tier={"limit": 100}), fc.ValidationError)
+    assert not os.path.exists(f"{nodes.root}/run.json")
+    assert nodes.run([0, 1], save) == [None, None]
+    assert "not looked for any more" not in caplog.text
+
+
 def test_the_bytes_that_a_node_stores():
     tiers = [fc.MemoryTier("x", fc.SaveEvery(1), copies=copies) for copies in (1, 2, 3, 4)]
     assert [stored_by(tier, [1, 10, 100], 0) for tier in tiers] == [1, 101, 111, 111]
