@@ -634,7 +634,7 @@ def test_the_command_line_takes_urls(server, monkeypatch, capsys):
     assert "w" in run("explain", url, url, "--aoa", '{"aoa_statements": ["w -> w"]}')
     run("export", url, f"{url}-out")
     assert [key.rsplit("/")[-1] for key in server.objects(f"{url}-out")] == ["model.safetensors"]
-    assert f"{url}-out is not empty" in run("export", url, f"{url}-out", code=1)
+    assert f"{url}-out has a checkpoint, so it is not empty" in run("export", url, f"{url}-out", code=1)
     assert f"{url}-nowhere does not exist" in run("inspect", f"{url}-nowhere", code=1)
     storage.remove("0.manifest")
     run("repair", url, "--id", "0")
