@@ -345,13 +345,16 @@ def _explain_missing(listing: Listing, ids: Sequence[int], unique_id: int | None
         return unfinished
     if ids:
         return f"{path} has no checkpoint with id {unique_id}; complete ids here: {ids}"
-    inside = _directories_with_marks(backend)
+    names = sorted(listing.directories)[:_MOST_DIRECTORIES]
+    below = dict(zip(names, map_files(backend, lambda name: Listing(backend.child(name)), names)))
+    inside = [name for name, each in below.items() if each.has_manifest]
+    marked = [] if inside else filter(listing.has_mark, FORMATS.values())
+    explained = next(filter(None, (_reader_of(row).explain(listing) for row in marked)), "")
+    if explained:
+        return explained
+    inside = inside or [name for name, each in below.items() if each.has_other]
     if inside:
         return f"{listing.no_checkpoint}, but in {', '.join(inside)}. Remedy (FC301): give the path of that directory"
-    for row in filter(listing.has_mark, FORMATS.values()):
-        text = _reader_of(row).explain(listing)
-        if text:
-            return text
     if any(map(_ORBAX.fullmatch, listing.names)):
         remedy = "restore it in JAX, and save the arrays by safetensors.flax.save_file or numpy.savez"
         return f"{path} is a checkpoint of Orbax, which is not read here. Remedy (FC701): {remedy}"
@@ -382,18 +385,10 @@ def _explain_unfinished(listing: Listing, ids: Sequence[int], unique_id: int | N
     return ""
 
 
-def _directories_with_marks(backend: Backend) -> list[str]:
-    """Return the names of the inner directories with this library's checkpoints; else of those with other programs'."""
-    names = sorted(backend.names("directories"))[:_MOST_DIRECTORIES]
-    listings = map_files(backend, lambda name: Listing(backend.child(name)), names)
-    own = [name for name, listing in zip(names, listings) if listing.has_manifest]
-    return own or [name for name, listing in zip(names, listings) if listing.has_other]
-
-
 def not_empty(backend: Backend, place: str) -> ValidationError:
     """Return the error of a directory that is to be new and is not; ``place`` is what the caller calls it."""
-    held = next((each for each in Listing(backend).directories if Listing(backend.child(each)).has_manifest), None)
     listing = Listing(backend)
+    held = next((each for each in listing.directories if Listing(backend.child(each)).has_manifest), None)
     if held or listing.has_manifest or lost_ids(listing.names) or listing.has_other:
         where = f" (in {held})" if held else ""
         return ValidationError(

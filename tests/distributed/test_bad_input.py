@@ -85,6 +85,7 @@ SOURCES = {
 }
 SAVES = {
     **SOURCES,
+    "coordinator_out_of_range": ["coordinator_rank has to be an integer >= 0; got -1. Remedy"],
     "async_save_is_no_writer": ["async_save has to be a bool or a BackgroundWriter; got 'yes'"],
     "ranks_save_under_different_ids": ["ranks disagree", '"unique_id": 4', '"unique_id": 5', "Remedy"],
     "id_is_negative": ["unique_id has to be an integer >= 0; got -1"],

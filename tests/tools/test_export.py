@@ -432,7 +432,7 @@ def test_what_cannot_be_written_is_an_error_before_anything_is(checkpoint, tmp_p
     empty = tmp_path / "empty"
     empty.mkdir()
     refused("there is nothing to export", checkpoint, empty, prefix="x")
-    refused("positive integer; got 0", checkpoint, out, max_file_bytes=0)
+    refused("max_file_bytes has to be an integer >= 1; got 0", checkpoint, out, max_file_bytes=0)
     refused("verify has to be .*'never'", checkpoint, out, verify="never")
     refused("unexpected keyword argument 'verified'", checkpoint, out, kind=TypeError, verified="read")
     compiled = compile_program(["other -> x"], SourceDirectory(checkpoint).read_manifest().catalog, None)
