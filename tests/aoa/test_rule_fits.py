@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 import paddle_flexckpt as fc
 from paddle_flexckpt.aoa.model_rules import model_rules, rule_names
 from paddle_flexckpt.cli.main import main
-from tests.cli.test_convert import CONFIG, llama
+from tests.cli.llama import CONFIG, llama
 from tests.remedies.following import advised, provoked
 
 

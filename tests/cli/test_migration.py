@@ -15,7 +15,7 @@ from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.tools.conversion import convert_checkpoint
 from paddle_flexckpt.tools.tensor_reader import TensorReader
-from tests.cli.test_convert import CONFIG, llama
+from tests.cli.llama import CONFIG, llama
 from tests.documents import ROOT, every_block
 from tests.foreign import test_paddle_checkpoint, test_paddle_pickles, test_torch_dcp, test_unified_checkpoint
 

@@ -25,8 +25,9 @@ from paddle_flexckpt.cli import doctor
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.patching import read_patches
 from paddle_flexckpt.tools.conversion import convert_checkpoint
+from tests.cli.llama import CONFIG, llama
 from tests.cli.test_completion import commands
-from tests.cli.test_convert import CONFIG, SCRIPT, flexckpt, llama
+from tests.cli.test_convert import SCRIPT, flexckpt
 from tests.documents import json_block, shell_block
 from tests.foreign import test_paddle_pickles
 from tests.native.samples import flip

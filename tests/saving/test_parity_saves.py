@@ -322,7 +322,7 @@ def test_directories_of_one_host_do_not_protect_each_other(nodes, monkeypatch, c
     [
         ({"parity": 1}, "parity has to be None, or 2 to 128"),
         ({"parity": 5}, "no more than there are nodes; got 5"),
-        ({"parity": True}, "parity has to be None, or 2 to 128"),
+        ({"parity": True}, "parity has to be an integer >= 0; got True"),
         ({"parity": 2, "node_copies": 2}, "parity=2 needs storage='per_node', and no node_copies"),
         ({"parity": 2, "storage": "shared"}, "parity=2 needs storage='per_node', and no node_copies"),
     ],

@@ -45,7 +45,7 @@ _WHAT = re.compile(
     r"(?:some nodes may have published [^:]*: |an earlier save failed: )?"
 )
 # Ranks that are said to have gone, or not to answer.
-_GONE = re.compile(r"\branks? ([\d, ]+) (?:is|are|takes?) ")
+_GONE = re.compile(r"\branks? ([\d, -]+) (?:is|are|takes?) ")
 # A request that commits takes no longer.
 _REQUEST_SECONDS = 60.0
 # A segment of shared memory is a huge page at least. A pending save has one.
@@ -437,7 +437,8 @@ class Ledger(StoredCheckpoints):
             for rank, (kind, text) in errors.items():
                 if kind != LostRankError.__name__ or len(culprits) != 1:
                     continue
-                named = {int(each) for group in _GONE.findall(text) for each in group.split(", ")}
+                ranges = [each.split("-") for group in _GONE.findall(text) for each in group.split(", ")]
+                named = {rank for ends in ranges for rank in range(int(ends[0]), int(ends[-1]) + 1)}
                 # Rank 0 keeps the store, which knows of the others; it may have ended well.
                 if not (culprits <= named or named == {0}) or not named <= culprits | ended:
                     self.violate(

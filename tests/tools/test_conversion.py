@@ -626,7 +626,7 @@ def test_a_destination_that_is_in_use_is_left_as_it_is(checkpoint, tmp_path):
     out = tmp_path / "out"
     convert_checkpoint(checkpoint, out)
     before = tree(out)
-    with pytest.raises(ValidationError, match="that has ended leaves nothing but the checkpoint"):
+    with pytest.raises(ValidationError, match="has a checkpoint, so it is not empty. Remedy .FC405."):
         convert_checkpoint(checkpoint, out, restart=True)
     assert tree(out) == before
 
