@@ -47,10 +47,10 @@ from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.run_state.schedules import (
+    NOT_PASSED,
     ConstantRate,
-    refuse_scheduler,
+    left_out,
     restore_scheduler,
-    scaler_problem,
     scheduler_state,
 )
 from paddle_flexckpt.transfer.agreement import check_heads
@@ -64,7 +64,6 @@ _COMMON = f"{_PREFIX}common"
 _OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
 _OF_SPLIT = re.compile(re.escape(_PREFIX) + r"data\.split(\d+)(\.|$)")
 _VERSION = 1
-NOT_PASSED = "none was passed"
 _METHODS_OF_DATA = ("state_dict", "load_state_dict", "refuse")
 
 
@@ -364,18 +363,7 @@ def schedule_left_out(state: Mapping[str, Any], lr_scheduler: Any, scaler: Any, 
     Raises:
         ValidationError: As of :func:`restore_extra_state`; so is CorruptCheckpointError.
     """
-    common, found = _with_splits(state), {}
-    for name, target, refuse in (
-        ("lr_scheduler", lr_scheduler, refuse_scheduler),
-        ("scaler", scaler, scaler_problem),
-        ("data", data, lambda sampler, saved: sampler.refuse(saved)),
-    ):
-        if not common.get(name):  # a scaler that is disabled has an empty state; earlier releases saved no "data"
-            continue
-        problem = NOT_PASSED if target is None else refuse(target, common[name])
-        if problem is not None:
-            found[name] = problem
-    return found
+    return left_out(_with_splits(state), lr_scheduler, scaler, data)
 
 
 def _restore_generators(state: Mapping[str, Any], restored: list[str], not_restored: dict[str, str]) -> str | None:

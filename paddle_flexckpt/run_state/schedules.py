@@ -11,6 +11,7 @@ from typing import Any
 
 logger = logging.getLogger("paddle_flexckpt")
 
+NOT_PASSED = "none was passed"
 # Attributes that change with the steps and are missing in Paddle's state_dict() (3.0 to 3.3).
 _LEFT_OUT = {"CosineAnnealingWarmRestarts": ("T_i", "T_cur")}
 
@@ -93,3 +94,26 @@ def _classes(state: dict[str, Any]) -> str:
 def scaler_problem(scaler: Any, saved: dict[str, Any]) -> str | None:
     """Return why a GradScaler cannot load a state that is a ``state_dict()``; None if it can."""
     return "it is disabled in this run" if saved and not scaler.state_dict() else None
+
+
+def left_out(saved: Mapping[str, Any], lr_scheduler: Any, scaler: Any, data: Any) -> dict[str, str]:
+    """Return why the saved states of a scheduler, a scaler and a position in the data would not be restored, by name.
+
+    Args:
+        saved: The states, under the names of the arguments below.
+        lr_scheduler: The scheduler that is to get its state; None: none was passed.
+        scaler: The scaler, likewise.
+        data: The sampler or stream, likewise.
+    """
+    found = {}
+    for name, target, refuse in (
+        ("lr_scheduler", lr_scheduler, refuse_scheduler),
+        ("scaler", scaler, scaler_problem),
+        ("data", data, lambda sampler, state: sampler.refuse(state)),
+    ):
+        if not saved.get(name):  # a scaler that is disabled has an empty state; earlier releases saved no "data"
+            continue
+        problem = NOT_PASSED if target is None else refuse(target, saved[name])
+        if problem is not None:
+            found[name] = problem
+    return found
