@@ -263,7 +263,11 @@ def test_optimizer_and_schedule_can_be_left_out(whole, tmp_path):
     assert sorted(resumed.losses) == [1, 2, 3, 4, 5, 6], "it starts anew, from the weights of step 3"
     with pytest.raises(ValidationError, match="the source has no optimizer states") as caught:
         Run(tmp_path / "error", resume=str(tmp_path / "without/checkpoint-3"))
-    assert "Remedy (FC204): load the model alone: give --ignore_load_lr_and_optim 1; " in str(caught.value)
+    assert "Remedy (FC204): give --flex_ignore_optimizer_states 1: weights and schedule are loaded" in str(caught.value)
+    ignored = Run(
+        tmp_path / "ignored", resume=str(tmp_path / "without/checkpoint-3"), flex_ignore_optimizer_states=True
+    )
+    assert sorted(ignored.losses) == [4, 5, 6]
     Run(tmp_path / "alone", resume=str(tmp_path / "without/checkpoint-3"), ignore_load_lr_and_optim=True)
 
 
