@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 
@@ -12,6 +13,10 @@ import pytest
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing import World
 from tests.moving import move, move_between  # noqa: F401  (fixtures)
+
+# For the ranks that tests start by Paddle's launcher, without the CPU world: the one that holds Paddle's store on libuv
+# may end by a signal where a peer hangs up late (U18).
+os.environ.setdefault("FLAGS_tcp_store_using_libuv", "0")
 
 #: The files that take longest, so that pytest-xdist's workers begin with them and end together.
 #: ``pytest -p tests.core_seconds`` measures them.

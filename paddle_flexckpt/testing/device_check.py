@@ -32,8 +32,9 @@ _RANKS = Path(__file__).with_name("device_check_ranks.py")
 #: The time limit of one process or one job, in seconds; NCCL needs some to start.
 _PATIENCE = 600.0
 _SIMULATED = "simulated device"
-#: Defaults for the processes: a GPU's allocator waits ten seconds before it reports that there is no memory.
-_ENVIRONMENT = {"FLAGS_gpu_allocator_retry_time": "0"}
+#: Defaults for the processes: a GPU's allocator waits ten seconds before it reports that there is no memory; the rank
+#: that holds Paddle's store on libuv may end by a signal where a peer hangs up late (U18).
+ENVIRONMENT = {"FLAGS_gpu_allocator_retry_time": "0", "FLAGS_tcp_store_using_libuv": "0"}
 
 
 class NoAcceleratorError(RuntimeError):
@@ -64,7 +65,7 @@ class DeviceCheck:
         self.simulated = is_simulated()
         self._measured = measured_bytes
         self._interrupted = False
-        self._env = {**_ENVIRONMENT, **os.environ}
+        self._env = {**ENVIRONMENT, **os.environ}
         self._folder = tempfile.TemporaryDirectory(prefix="flexckpt-device-check-")
         self._path = Path(self._folder.name)
         self._single(0, 0)

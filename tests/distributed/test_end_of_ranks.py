@@ -8,6 +8,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+from paddle_flexckpt.testing import device_check
+from tests.device import plugin
 from tests.documents import ROOT
 
 # libc runs what was registered before the import of Paddle after the destructors of Paddle's statics: first close(1),
@@ -21,9 +25,11 @@ RANK = textwrap.dedent("""
     libc.__cxa_atexit(libc.close, ctypes.c_void_p(1), None)
 
     import paddle
-    from paddle_flexckpt.testing import cpu_world
 
-    cpu_world.install()
+    if sys.argv[2] == "cpu_world":
+        from paddle_flexckpt.testing import cpu_world
+
+        cpu_world.install()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,10 +41,23 @@ RANK = textwrap.dedent("""
 """)
 
 
-def test_a_peer_that_hangs_up_late_aborts_nobody():
+def simulated_device() -> dict[str, str]:
+    reason = plugin.missing_tools()
+    if reason:
+        pytest.skip(reason)
+    return {**plugin.environment(1), "FLAGS_selected_rehearsals": "0"}
+
+
+#: The variables of a rank, for each way in which ranks are started here without one's own launcher.
+WAYS = {"cpu_world": dict, "simulated_device": simulated_device, "device_check": lambda: device_check.ENVIRONMENT}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_peer_that_hangs_up_late_ends_nobody(way):
     connected, connect = os.pipe()
-    command = [sys.executable, "-c", RANK, str(connected)]
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLAGS_"))}
+    command = [sys.executable, "-c", RANK, str(connected), way]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLAGS_"))}
+    env = {**kept, **WAYS[way]()}
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

@@ -58,6 +58,7 @@ def run_two_ranks(root, names, directory):
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         endpoints = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
     world = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints), "PADDLE_MASTER": endpoints[0]}
+    world["FLAGS_tcp_store_using_libuv"] = "0"  # U18
     ranks = [
         start(
             root,

@@ -20,6 +20,8 @@ DEVICE_TYPE = "rehearsal"
 # Paddle keeps freed memory for later unless it is told to give it back at once. Only then does the device know that
 # memory is freed: its counters of memory are exact, and a use of freed memory is found.
 _FREE_AT_ONCE = {"FLAGS_allocator_strategy": "auto_growth", "FLAGS_free_idle_chunk": "1"}
+# A rank that holds Paddle's store on libuv may end by a signal where a peer hangs up late (U18).
+_NO_LIBUV = {"FLAGS_tcp_store_using_libuv": "0"}
 _ROOT = Path(__file__).resolve().parents[3]
 _WAITS = frozenset({"wait_stream", "wait_event", "wait_device", "stream_wait"})
 
@@ -76,7 +78,7 @@ def environment(devices: int = 2, runtime: str = "simulated", **settings: object
     # Processes with the device import this package, to name the tensor that the host has touched.
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"CUSTOM_DEVICE_ROOT": str(build(runtime)), "REHEARSAL_DEVICES": str(devices), "PYTHONPATH": path}
-    own["FLEXCKPT_DEVICE_COUNTERS"] = __package__
+    own |= {"FLEXCKPT_DEVICE_COUNTERS": __package__, **_NO_LIBUV}
     if runtime != "cuda":
         own["FLEXCKPT_SIMULATED_DEVICE"] = "1"
     # Freeing memory of a real device waits for all its work.
