@@ -116,7 +116,11 @@ class Transfer:
                 self._read_targets(comm.together(self._targets_message, context)[1])
             _, answers = comm.together(functools.partial(self._task_message, statements), context)
             _, *others = check_heads(answers, context, comm.ranks)
-        used, meanings, plan_keys, *of_source = others
+        used, meanings, plan_keys, stances, *of_source = others
+        if any(stances):
+            from paddle_flexckpt.transfer.state_kinds import check_stances
+
+            check_stances(stances, comm.ranks, context)
         check_across_ranks([json.loads(each) for each in meanings], context)
         # Unexpected keys may be an error.
         keys, is_used = source.gather_used(used)
@@ -238,7 +242,12 @@ class Transfer:
         meanings, statements_needed = (json.dumps(each).encode() for each in (task.resolution.raw_meanings(), needed))
         # A plan with completions is not cached: its key does not contain the number of steps.
         plan_key = b"" if task.resolution.by_key("completion") else self._plan_key
-        message = statements_needed, source.used(task), meanings, plan_key, *source.prepare(task)
+        stance = b""
+        if self._options.optimizer_states == "ignore":
+            from paddle_flexckpt.transfer.state_kinds import encode_stance  # most loads need none
+
+            stance = encode_stance(self._targets.catalog, source.catalog)
+        message = statements_needed, source.used(task), meanings, plan_key, stance, *source.prepare(task)
         return None, join((self._head, *message))
 
     def _make_task(self, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:

@@ -23,6 +23,7 @@ from paddle_flexckpt.transfer.agreement import check_heads
 from paddle_flexckpt.transfer.options import LoadOptions
 from paddle_flexckpt.transfer.source import Source
 from paddle_flexckpt.transfer.transfer import Transfer, quiet_loads
+from tests.remedies.following import advised
 from tests.transfer.held import Shelf, targets_of
 
 CONTEXT = "cannot load"
@@ -102,11 +103,30 @@ def test_all_steps_are_taken_in_order_and_the_source_is_closed():
     first, second, third = source.tasks
     assert first is second is third
     assert comm.contexts == [CONTEXT, CONTEXT]
-    head, needed, used, names, own, *sent = split(comm.said[0])
+    head, needed, used, names, own, stance, *sent = split(comm.said[0])
     assert comm.said[1] == b"[[40, 2, 2], 0, []]"
     assert json.loads(head) == json.loads(options.encode("load_state_dict", shelf="the first", context=CONTEXT))
-    assert (json.loads(needed), json.loads(names), own, sent) == ([], {}, b"", [b"mine", b"too"])
+    assert (json.loads(needed), json.loads(names), own, stance, sent) == ([], {}, b"", b"", [b"mine", b"too"])
     assert np.unpackbits(np.frombuffer(used, np.uint8)).tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_powers_that_one_rank_leaves_and_another_would_load_are_an_error():
+    """The first has moments, and so can tell that the source has another optimizer's."""
+    values = {"w": numbers(2), "w.moment1_0": numbers(2), "w.beta1_pow_acc_0": numbers(1)}
+
+    def loaded(*states):
+        given = [{"w": numbers(2), **{f"w.{state}_0": np.zeros(1, np.float32) for state in each}} for each in states]
+        held = [targets_of(each, rank) for rank, each in enumerate(given)]
+        outcomes, _ = on_ranks(lambda comm: (Shelf(values), held[comm.rank]), optimizer_states="ignore", strict=False)
+        return outcomes, [each.memory.arrays[-1].tolist() for each in held]
+
+    outcomes, powers = loaded(["moment", "beta1_pow_acc"], ["beta1_pow_acc"])
+    assert "ranks would differ: 0 leave their states, as the source has another" in refused(outcomes)
+    assert "and 1 have powers of beta alone, and would load them" in refused(outcomes)
+    advised("transfer/state_kinds.py", "leave the powers out of what these ranks load", refused(outcomes))
+    assert powers == [[0], [0]]
+    assert loaded(["moment", "beta1_pow_acc"], [])[1] == [[0], [1, 2]]
+    assert loaded(["beta1_pow_acc"], ["beta1_pow_acc"])[1] == [[1], [1]]
 
 
 def test_statements_cost_one_more_collective_in_which_all_targets_are_gathered():
