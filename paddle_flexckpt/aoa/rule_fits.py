@@ -1,4 +1,4 @@
-"""Whether the rules of a family of models are those of a source: its configuration, and its layers' weights.
+"""Whether the rules of a family of models are those of a source: its configuration, and its weights.
 
 Most statements of rules are optional, so the rules of another family would leave weights as they are, without an error.
 Tested in tests/aoa/test_rule_fits.py.
@@ -54,7 +54,7 @@ def check_family(rules: FamilyRules, source: Catalog, settings: Mapping[str, Any
 
 
 def check_touched(rules: FamilyRules, mapping: TensorMapping, source: Catalog, target: Catalog | None) -> None:
-    """Check that rules have a statement for all weights of numbered layers that the result takes.
+    """Check that rules have a statement for all weights that the result takes.
 
     Raises:
         AoaError: They leave some as they are.
@@ -88,7 +88,7 @@ def check_others(rules: FamilyRules, error: AoaError, source: Catalog) -> None:
 
 
 def _unnamed(rules: FamilyRules, source: Catalog) -> list[str]:
-    """Return the source's weights of layers that no statement names, in quotes."""
+    """Return the source's weights that no statement names, in quotes."""
     index, named = KeyIndex(source.keys), set[str]()
     for statement in parse_program(rules["aoa_statements"]):
         for template in map(parse_name, array_names(statement.left)):
@@ -97,19 +97,19 @@ def _unnamed(rules: FamilyRules, source: Catalog) -> list[str]:
 
 
 def _untouched(mapping: TensorMapping, source: Catalog, target: Catalog | None) -> list[str]:
-    """Return the source's weights of layers that become the result's without a statement."""
+    """Return the source's weights that become the result's without a statement."""
     names = mapping.outputs if target is None else [target.keys[key] for key in np.unique(target.key)]
     weights = set(_weights(source))
     return [name for name in names if name not in mapping.provenance and unwrapped(name) in weights]
 
 
 def _weights(source: Catalog) -> Iterator[str]:
-    """Yield the names of the source's weights in numbered layers, without wrappers."""
+    """Yield the names of the source's weights, without wrappers."""
     keys = {*source.keys}
     for key, row in zip(*np.unique(source.key, return_index=True)):
         name = source.keys[key]
         is_weight = source.ndim[row] > 1 and not name.endswith(_BUFFER) and not name.startswith(EXTRA_STATE)
-        if is_weight and _LAYER.match(name) and split_state(name, keys)[1] == PARAMETER:
+        if is_weight and split_state(name, keys)[1] == PARAMETER:
             yield unwrapped(name)
 
 

@@ -149,7 +149,8 @@ class ElasticBatchSampler:
             loader: A loader whose ``batch_sampler`` is this sampler.
 
         Raises:
-            ValidationError: The loader has another batch sampler.
+            ValidationError: The loader has another batch sampler; or the position or the batch size has changed within
+                the loop, by a restore for example.
         """
         if getattr(loader, "batch_sampler", self) is not self:
             raise ValidationError(
@@ -159,8 +160,18 @@ class ElasticBatchSampler:
         return self._follow(loader)
 
     def _follow(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in loader:
+        drawn = iter(loader)
+        expected = self.position, self.global_batch_size
+        for batch in drawn:
+            got = self.position, self.global_batch_size
+            if got != expected:
+                raise ValidationError(
+                    f"the loader has drawn its batches for another position or batch size; expected {expected}, as "
+                    f"(position, samples of a global batch); got {got}. Remedy (FC101): leave the loop where the "
+                    "position changes, by a restore for example, and iterate over sampler.batches(loader) anew"
+                )
             self.advance()
+            expected = self.position, self.global_batch_size
             yield batch
         self._is_unfollowed = False
 

@@ -105,11 +105,13 @@ def test_another_variant_is_named_by_the_way_back(hf, tmp_path, capsys):
     assert all(np.array_equal(value, written[name]) for name, value in llama().items())
 
 
-def test_weights_that_no_family_has_are_refused_until_a_statement_names_them(hf, tmp_path):
-    save_file({**llama(), "model.layers.1.mlp.extra.weight": np.ones((3, 2), np.float32)}, hf / "model.safetensors")
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.extra.weight", "score.weight", "projector.linear_2.weight"])
+def test_weights_that_no_family_has_are_refused_until_a_statement_names_them(hf, tmp_path, name):
+    """Square ones beside the layers too: a head for classes or a projector would load, not transposed."""
+    save_file({**llama(), name: np.arange(4, dtype=np.float32).reshape(2, 2)}, hf / "model.safetensors")
     with provoked("aoa/rule_fits.py", "name the family of these weights; where none has their names, give AOA"):
         fc.convert_checkpoint(hf, tmp_path / "out", model_rules("llama"))
-    edited = [*model_rules("llama")["aoa_statements"], "model.layers.1.mlp.extra.weight^T -> model.layers.1.extra"]
+    edited = [*model_rules("llama")["aoa_statements"], f"{name}^T -> {name}"]
     assert fc.convert_checkpoint(hf, tmp_path / "out", edited).keys == len(llama()) + 1
 
 

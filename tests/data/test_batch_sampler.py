@@ -91,6 +91,28 @@ def test_batches_that_a_loop_has_left_are_drawn_again():
     assert next(sampler.batches(list(sampler))) == [6, 7]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sampler, state: sampler.load_state_dict(state),
+        lambda sampler, state: sampler.set_epoch(1),
+        lambda sampler, state: sampler.advance(),
+        lambda sampler, state: setattr(sampler, "batch_size", 4),
+    ],
+)
+def test_a_loop_does_not_go_on_with_batches_of_another_position(change):
+    (sampler,) = samplers(1, 20, 2)
+    state, taken = sampler.state_dict(), []
+    with provoked("data/batch_sampler.py", "leave the loop where the position changes, by a restore for example"):
+        for batch in sampler.batches(list(sampler)):
+            taken.append(batch)
+            if len(taken) == 2:
+                change(sampler, state)
+                position = sampler.position
+    assert taken == [[0, 1], [2, 3]]
+    assert next(sampler.batches(list(sampler)))[0] == position % 20
+
+
 def test_a_position_that_nothing_counted_is_no_state():
     (sampler,) = samplers(1, 10, 2)
     for _ in sampler:  # a loader draws ahead of the training
