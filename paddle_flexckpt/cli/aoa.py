@@ -18,11 +18,11 @@ from paddle_flexckpt.aoa.compile import compile_program, expand_program, explain
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 from paddle_flexckpt.catalog import Catalog, ValidationError
-from paddle_flexckpt.cli.common import Outcome, add_aoa, add_set, aoa_config, parse_parameter, read_catalog
+from paddle_flexckpt.cli.common import OF_RUN, Outcome, add_aoa, add_set, aoa_config, parse_parameter, read_catalog
 from paddle_flexckpt.transfer.problems import reshaped
 from paddle_flexckpt.transfer.resolution import Given, fit
 
-_SOURCE = "directory or URL of a checkpoint of the statements' source"
+_SOURCE = f"directory or URL of a checkpoint of the statements' source, {OF_RUN}"
 _TARGET = "directory or URL of a checkpoint of the statements' destination"
 
 
@@ -51,6 +51,7 @@ def add_command(commands: Any) -> None:
     for parser in (explain, expand):
         parser.add_argument("source", metavar="CHECKPOINT", help=_SOURCE)
         parser.add_argument("target", metavar="TARGET", nargs="?", help=f"{_TARGET}; by default what they make")
+        parser.set_defaults(newest={"source": "", "target": ""})
     explain.add_argument("--key", action="append", default=[], help="only this target; may be given several times")
 
     rules = commands.add_parser(

@@ -16,6 +16,7 @@ import numpy as np
 from paddle_flexckpt.catalog import EXTRA_STATE, AoaError, CheckpointError, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import in_words_of, printable
 from paddle_flexckpt.cli.common import (
+    OF_RUN,
     Outcome,
     add_aoa,
     add_checkpoint,
@@ -93,7 +94,8 @@ def _add_diff(commands: Any) -> None:
         "--rtol and --atol, and 1 otherwise.",
         epilog="example: flexckpt diff run/step_100 run/step_200 --rtol 1e-5",
     )
-    parser.add_argument("first", metavar="FIRST", help="directory or URL of a checkpoint, or a safetensors file")
+    of_first = f"directory or URL of a checkpoint, {OF_RUN}; or a safetensors file"
+    parser.add_argument("first", metavar="FIRST", help=of_first)
     parser.add_argument("second", metavar="SECOND", help="of another")
     parser.add_argument("--first-id", type=int, metavar="ID", help="id of the first; by default the highest")
     parser.add_argument("--second-id", type=int, metavar="ID", help="id of the second; by default the highest")
@@ -105,7 +107,7 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("--atol", type=float, default=0.0, metavar="A", help="the same")
     add_json(parser)
     add_html(parser)
-    parser.set_defaults(run=_diff)
+    parser.set_defaults(run=_diff, newest={"first": "first_id", "second": "second_id"})
 
 
 def _add_verify(commands: Any) -> None:
@@ -116,7 +118,7 @@ def _add_verify(commands: Any) -> None:
         "status is 0 where nothing is, and no save of the run has died, and 1 otherwise.",
         epilog="example: flexckpt verify run/step_00000100",
     )
-    add_checkpoint(parser, "directory or URL of the checkpoint, or of a run with its steps")
+    add_checkpoint(parser, all_steps=True)
     add_json(parser)
     parser.set_defaults(run=_verify)
 
@@ -158,7 +160,7 @@ def _add_export(commands: Any) -> None:
         description="Writes whole tensors as safetensors files. Copies config.json, a tokenizer's and such files.",
         epilog="example: flexckpt export run/step_00000100 out --prefix model",
     )
-    parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
+    parser.add_argument("source", metavar="CHECKPOINT", help=f"directory or URL of the checkpoint, {OF_RUN}")
     parser.add_argument("output", metavar="OUTPUT", help="directory or URL to write to; nothing may be there")
     add_aoa(parser, required=False)
     parser.add_argument("--prefix", help="only keys that start with this and a dot, which are taken off")
@@ -167,7 +169,7 @@ def _add_export(commands: Any) -> None:
         "--max-file-bytes", type=byte_count, default=5 << 30, help="largest size of one file (default: 5GiB)"
     )
     add_verify(parser)
-    parser.set_defaults(run=_export)
+    parser.set_defaults(run=_export, newest={"source": ""})
 
 
 def _show(options: argparse.Namespace) -> str:

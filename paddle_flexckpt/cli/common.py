@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, overload
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, without_extra_state
-from paddle_flexckpt.catalog.texts import format_bytes, printable
+from paddle_flexckpt.catalog.texts import format_bytes, printable, printable_lines
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.file_names import redacted
 from paddle_flexckpt.native.directory import CheckpointInfo, list_checkpoints
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from paddle_flexckpt.aoa.statements import AoaConfig
 # A command in the text of an error.
 COMMAND = re.compile(r"\bflexckpt [a-z]+")
+# The end of the help of an argument whose run :func:`take_newest` replaces.
+OF_RUN = "or of a run, of which the highest complete step is taken"
 _COLOUR = "green"
 
 
@@ -51,10 +53,18 @@ def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
     )
 
 
-def add_checkpoint(parser: argparse.ArgumentParser, help: str = "directory or URL of the checkpoint") -> None:
-    """Add ``CHECKPOINT`` and ``--id``."""
-    parser.add_argument("source", metavar="CHECKPOINT", help=help)
+def add_checkpoint(parser: argparse.ArgumentParser, all_steps: bool = False) -> None:
+    """Add ``CHECKPOINT`` and ``--id``.
+
+    Args:
+        parser: The command's.
+        all_steps: Whether the command takes all steps of a run; otherwise it takes the highest.
+    """
+    of_run = "or of a run with its steps" if all_steps else OF_RUN
+    parser.add_argument("source", metavar="CHECKPOINT", help=f"directory or URL of the checkpoint, {of_run}")
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", help="its id; by default the highest")
+    if not all_steps:
+        parser.set_defaults(newest={"source": "unique_id"})
 
 
 def add_cut(parser: argparse.ArgumentParser) -> None:
@@ -178,14 +188,36 @@ def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 def checkpoints_of(source: str, unique_id: int | None) -> list[CheckpointInfo]:
     """Return the checkpoints right below a directory that has none itself, as a run's has; else none."""
-    if unique_id is None:
-        try:
-            SourceDirectory(source).origin()
-        except CorruptCheckpointError:
+    directory, found = SourceDirectory(source), list[CheckpointInfo]()
+    try:
+        if unique_id is not None or directory.is_file or directory.list_ids():
             return []
-        except ValidationError:
-            return list_checkpoints(source)
+        found = list_checkpoints(directory.backend)
+        if found:  # reading another program's files takes longer
+            directory.origin()
+    except CorruptCheckpointError:
+        return []
+    except ValidationError:
+        return found
     return []
+
+
+def take_newest(options: argparse.Namespace) -> None:
+    """Put a run's highest complete step in the place of its directory, and say so on standard error.
+
+    Args:
+        options: A command's arguments. ``newest`` has the names of those that are checkpoints, and of their ids.
+    """
+    for name, its_id in getattr(options, "newest", {}).items():
+        path = getattr(options, name)
+        found = [] if path is None else checkpoints_of(path, getattr(options, its_id, None))
+        steps = [each for each in found if each.complete and each.step is not None]
+        if steps:
+            setattr(options, name, steps[-1].path)
+            lines = [f"{quoted(path)} is a run; its highest complete step is taken, {quoted(steps[-1].path)}"]
+            lines += [f"not complete: {quoted(each.path)}: {each.problem}" for each in found if not each.complete]
+            text = "\n".join(f"flexckpt {options.command}: {line}" for line in lines)
+            print(printable_lines(text), file=sys.stderr)
 
 
 @overload

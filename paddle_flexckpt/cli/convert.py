@@ -12,6 +12,7 @@ from typing import Any
 from paddle_flexckpt.aoa.model_rules import rules_of_config
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.common import (
+    OF_RUN,
     add_aoa,
     add_cut,
     add_json,
@@ -44,7 +45,8 @@ def add_command(commands: Any) -> None:
         "copied.",
         epilog="example: flexckpt convert model.pdparams out --format huggingface --model llama --config config.json",
     )
-    parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint, or a file that is one")
+    of_source = f"directory or URL of a checkpoint, {OF_RUN}; or a file that is a checkpoint"
+    parser.add_argument("source", metavar="SRC", help=of_source)
     parser.add_argument("output", metavar="DST", help="directory or URL to write to; nothing else may be there")
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", help="id of SRC; by default the highest")
     parser.add_argument("--format", choices=tuple(TARGETS), default="native", help="format to write (default: native)")
@@ -58,7 +60,7 @@ def add_command(commands: Any) -> None:
     add_cut(parser)
     _add_tensors(parser)
     _add_limits(parser)
-    parser.set_defaults(run=_convert)
+    parser.set_defaults(run=_convert, newest={"source": "unique_id"})
 
 
 def _add_tensors(parser: argparse.ArgumentParser) -> None:

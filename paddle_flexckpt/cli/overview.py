@@ -55,7 +55,7 @@ def add_command(commands: Any) -> None:
         help="sum up the bytes of a checkpoint by layer, role, dtype or rank",
         epilog="example: flexckpt du run/step_00000100 --by role",
     )
-    add_checkpoint(usage, "directory or URL of the checkpoint, or of a run with its steps")
+    add_checkpoint(usage, all_steps=True)
     usage.add_argument(
         "--by",
         choices=_GROUPS,

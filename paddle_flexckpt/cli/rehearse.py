@@ -113,6 +113,7 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "'mesh=2x4:dp,mp;sharding=stage1:dp;*.q_proj.weight=R,S1', or its JSON or YAML file",
     )
     add_aoa(parser, required=False)
+    parser.set_defaults(newest={"source": "unique_id", "model": ""})
     parser.add_argument(
         "--model",
         metavar="OTHER",
