@@ -282,14 +282,14 @@ class Area:
         row: First index along the axis that goes down, and the extent.
         column: The same along the axis that goes right.
         colour: A number that tells holders apart.
-        label: Its holders, in few characters.
+        labels: Its holders, in fewer and fewer characters; the first one with room is drawn.
         text: Its holders in words.
     """
 
     row: tuple[int, int]
     column: tuple[int, int]
     colour: int
-    label: str
+    labels: Sequence[str]
     text: str
 
 
@@ -303,13 +303,11 @@ def areas(title: str, shape: tuple[int, int], parts: Sequence[Area]) -> Drawing:
         x, y, wide, high = part.column[0] * right, part.row[0] * down, part.column[1] * right, part.row[1] * down
         kind = f"rank-{part.colour % COLOURS + 1}"
         marks.append(Rect(f"{kind} part", x + 1, y + 1, wide, high, number, part.text))
-        # Where all ranks have no room, the first.
-        labels = (part.label, part.label.replace(",", " ").split(" ")[0] + "\u2026")
-        fitting = [label for label in labels if wide > 7 * len(label) + 4 and high >= 14]
+        fitting = [label for label in part.labels if wide > 7 * len(label) + 4 and high >= 14]
         if fitting:
             marks.append(Text(fitting[0], x + 1 + wide / 2, y + 1 + high / 2, f"{kind} middle centre"))
     marks.append(Rect("frame", 1, 1, width, height))
-    across = [part.label for part in parts] or ["nothing"]
+    across = [part.labels[0] for part in parts] or ["nothing"]
     return Drawing(title, f"{len(parts)} parts", width + 2, height + 2, marks, across)
 
 

@@ -80,11 +80,12 @@ def holders_sections(report: HoldersReport, seconds: Mapping[str, Sequence[float
                 "Seconds by rank and phase", by_rank("rank", [of_seconds(name, each) for name, each in seconds.items()])
             )
         )
+    found.append(Section("Parameters", tensors_drawn(report)))
     found.append(Section("Bytes saved by each rank", by_rank("rank", [of_bytes("Saved", report.stored_bytes)])))
     if job:
         needed = [of_bytes(f"Needed under {job}", report.needed_bytes)]
         found.append(Section("Bytes needed by each rank", by_rank("rank", needed)))
-    return [*found, Section("Parameters", tensors_drawn(report)), Section("Parts", parts_table(report))]
+    return [*found, Section("Parts", parts_table(report))]
 
 
 class Alike(NamedTuple):
@@ -145,7 +146,8 @@ def tensors_drawn(report: HoldersReport) -> Markup:
     chosen = largest(report, MOST_DRAWN)
     drawn = [_drawing(parameter, groups, bool(report.strategy)) for parameter, groups in chosen]
     left = len(by_parameter(report)) - len(drawn)
-    legend = f"Each part has the colour and the number of its first rank; {COLOURS} colours repeat."
+    legend = f"Each part has the colour and the number of its first rank; {COLOURS} colours repeat. After a + is the "
+    legend += "number of further ranks, where there is room."
     legend += " States of one element, such as powers of beta, are in the table alone."
     more = [f"{left} smaller ones are not drawn. Name keys to have those drawn."] if left else []
     return join([paragraph(legend, class_="quiet"), *drawn, *(paragraph(each, class_="quiet") for each in more)])
@@ -209,8 +211,14 @@ def plane(parts: Sequence[Part], shape: Sequence[int]) -> list[Area]:
         for box in _boxes([part]):
             row, column = (box[axis] if axis >= 0 else (0, 1) for axis in axes)
             if row[1] and column[1]:
-                found.append(Area(row, column, part.ranks[0], format_ranks(part.ranks, 1), where))
+                found.append(Area(row, column, part.ranks[0], _labels(part.ranks), where))
     return found
+
+
+def _labels(ranks: Sequence[int]) -> list[str]:
+    """Return ranks as a text, and as shorter ones: the first rank and the number of others, and the first alone."""
+    first, others = ranks[0], len(ranks) - 1
+    return [format_ranks(ranks, _RANGES), *([f"{first} +{others}", f"{first}+"] if others else [])]
 
 
 def _boxes(parts: Sequence[Part]) -> list[list[tuple[int, int]]]:

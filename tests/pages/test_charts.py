@@ -130,9 +130,9 @@ def test_shades_rise_with_values():
 
 def test_parts_of_a_tensor_lie_where_they_are():
     parts = [
-        Area((0, 2), (0, 4), 0, "0", "rank 0"),
-        Area((2, 2), (0, 1), 9, "12, 14 and 300 more", "b"),
-        Area((2, 2), (1, 0), 9, "0", "c"),
+        Area((0, 2), (0, 4), 0, ["0"], "rank 0"),
+        Area((2, 2), (0, 1), 9, ["12, 14 and 300 more", "12 +301", "12+"], "b"),
+        Area((2, 2), (1, 0), 9, ["0"], "c"),
     ]
     found = Page(figure(areas("Saved", (4, 4), parts)))
     marks = [each for each in found.named("rect") if "data-i" in each]
@@ -141,7 +141,7 @@ def test_parts_of_a_tensor_lie_where_they_are():
         ("rank-2 part", "81", "80"),
         ("rank-2 part", "81", "80"),
     ]
-    assert [text for tag, text in found.texts if tag == "text"] == ["0", "12\u2026"]
+    assert [text for tag, text in found.texts if tag == "text"] == ["0", "12 +301"]
 
 
 # -- by rank ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from paddle_flexckpt.pages.holder_pages import MOST_DRAWN, cut_axes, holders_pag
 from paddle_flexckpt.pages.markup import text
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.tools.holders import HoldersReport, Part, TensorHolders
-from tests.pages.samples import HOSTILE, check, holders
+from tests.pages.samples import HOSTILE, Page, check, holders
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 1024])
@@ -28,6 +29,26 @@ def test_a_page_is_sound_and_small_for_few_and_for_many_ranks(ranks, job):
     shown = [each for tag, each in found.texts if tag in ("h3", "th")]
     for key in HOSTILE:
         assert any(html.unescape(text(key)) in each for each in shown)
+
+
+def test_the_pictures_come_first_and_name_the_ranks_where_there_is_room():
+    def page_of(columns: int, copies: int) -> Page:
+        parts = [
+            Part([column, 0], [1, 8], None, 8, list(range(column, columns * copies, columns)), ["a"])
+            for column in range(columns)
+        ]
+        every = {"w": TensorHolders("int8", [columns, 8], parts, [])}
+        transposed = [replace(p, global_offset=p.global_offset[::-1], local_shape=p.local_shape[::-1]) for p in parts]
+        every["x"] = TensorHolders("int8", [8, columns], transposed, [])
+        return check(holders_page(HoldersReport("c", 0, 7, 1, "", every, [8 * columns])))
+
+    found = page_of(4, 8)
+    assert [each for tag, each in found.texts if tag == "h2"][:2] == ["Overview", "Parameters"]
+    rows = [
+        f"{first}, {first + 4}, {first + 8}, {first + 12}, {first + 16}, {first + 20} and 2 more" for first in range(4)
+    ]
+    assert [each for tag, each in found.texts if tag == "text"][:8] == [*rows, *(f"{first} +7" for first in range(4))]
+    assert {"0+", "11+"} <= {each for tag, each in page_of(12, 8).texts if tag == "text"}
 
 
 def test_of_many_keys_the_first_are_shown_and_the_rest_counted():
