@@ -33,6 +33,7 @@ from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.full_disks import tell_total
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.observers import notify
 from paddle_flexckpt.progress import Progress
@@ -335,6 +336,8 @@ class BackgroundWriter:
         if failure is not None or save.report is None:
             failure = failure or Failure.of(CheckpointError("it was not handed over to its end"))
             outcome = failure.error(save.job.context)
+            if save.job.layout is None:
+                tell_total(outcome, save.report.total_bytes if save.report else 0)
         else:
             seconds = {**save.report.seconds, **seconds, "total": time.perf_counter() - save.begin}
             outcome = replace(save.report, seconds=seconds, warnings=[*save.report.warnings, *warnings])

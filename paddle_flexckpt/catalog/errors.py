@@ -280,7 +280,7 @@ class Failure:
 def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
     """Return one failure for all ranks that failed: each problem once, with its ranks, causes first.
 
-    Problems that differ only in each rank's own number are one.
+    Problems that differ only in each rank's own number are one. A remedy of all of them stands once, at the end.
     """
     by_text: dict[str, dict[int, str]] = {}
     for rank, failure in sorted(failures, key=lambda each: each[1].kind == StoppedExchangeError.__name__):
@@ -299,4 +299,6 @@ def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
     kinds = {failure.kind for _, failure in failures} - {StoppedExchangeError.__name__} or {CheckpointError.__name__}
     if kinds <= validation:
         return Failure(kinds.pop() if len(kinds) == 1 else ValidationError.__name__, texts)
+    told, remedies = zip(*(text.partition(". Remedy (")[::2] for text in texts))
+    texts = (*told[:-1], texts[-1]) if len({*remedies}) == 1 else texts
     return Failure(min(kinds - validation), texts)

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 
+from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.file_names import naming
 
@@ -47,3 +48,9 @@ def writing(path: str, nbytes: int | None = None) -> Iterator[None]:
         size = "" if nbytes is None else f" has {format_bytes(nbytes)}"
         text = f"{os.strerror(error.errno)}: {path}{size}{room}. {remedy}"
         raise OSError(error.errno, text) from None
+
+
+def tell_total(error: CheckpointError, nbytes: int) -> None:
+    """Add the bytes that all ranks write, if there are any, to the text of an error of a full disk, and of no other."""
+    if nbytes and "make room on that storage for what all its ranks write" in str(error):
+        error.args = (f"{error}; all ranks together write {format_bytes(nbytes)}",)

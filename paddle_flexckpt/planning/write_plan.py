@@ -92,6 +92,10 @@ class Items:
     start: np.ndarray
     stop: np.ndarray
 
+    def bytes_in(self, catalog: Catalog) -> int:
+        """Return the bytes of all parts, given the table of the shards."""
+        return int(((self.stop - self.start) * catalog.itemsize[self.row]).sum())
+
 
 def every_replica(catalog: Catalog, groups: ReplicaGroups) -> Items:
     """Return all shards in the groups: every rank writes each of its shards whole."""

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
+from paddle_flexckpt.catalog import Catalog, CheckpointError, Problem, ReplicaGroups, ValidationError
 from paddle_flexckpt.catalog.findings import Finding, Inspection, inspect, raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows, rows_of
 from paddle_flexckpt.catalog.wire import join, join_by_position, split, split_by_position
+from paddle_flexckpt.media.full_disks import tell_total
 from paddle_flexckpt.native.partitions import partitions_for
 from paddle_flexckpt.planning.holder_sets import SPREAD_ROWS, SharedLines, share_out
 from paddle_flexckpt.planning.replica_comparison import Comparison
@@ -41,7 +42,8 @@ from paddle_flexckpt.saving.save_plan import (
 logger = logging.getLogger("paddle_flexckpt")
 
 _SUMMARY = struct.Struct("<QB?")
-_COUNT = struct.Struct("<Q")
+# The items that a planner has given out, and their bytes.
+_COUNT = struct.Struct("<QQ")
 
 
 class RankSummary(NamedTuple):
@@ -215,11 +217,12 @@ class Planners:
             every = groups if save_replicas else None
             work = functools.partial(self._assign_to_others, totals, answers, every, replicas, turn)
             (items, compared, assignments), notes, received = comm.trade(work, self._context)
-            count = sum(_COUNT.unpack(note)[0] for note in notes.values())
+            count, total_bytes = map(sum, zip((0, 0), *(_COUNT.unpack(note) for note in notes.values())))
         else:
             items = every_replica(rows.catalog, groups) if save_replicas else self._share_out(groups)
             compared = replicas.beside(items, turn)
-            assignments, received, count = assign(rows, items, compared), {}, len(items.row)
+            assignments, received = assign(rows, items, compared), {}
+            count, total_bytes = len(items.row), items.bytes_in(rows.catalog)
         mine = gather_assignments(received, assignments, comm.position)
         to_write, orders = items_of(mine, own)
         file = lay_out(own.with_orders(orders), np.asarray([comm.rank]), to_write, str)
@@ -238,6 +241,7 @@ class Planners:
             file=file,
             lines=lines_of(mine),
             counts=(keys, len(file.source), file.total_bytes, int(own.byte_length.sum()), len(own)),
+            total_bytes=total_bytes,
             partitions=partitions_for(count) if self.is_spread else 0,
         )
 
@@ -257,7 +261,7 @@ class Planners:
         items = self._lines.cut(share, before=before) if every is None else every_replica(self.rows.catalog, every)
         compared = replicas.beside(items, turn)
         assignments = assign(self.rows, items, compared)
-        note = _COUNT.pack(len(items.row)) if assignments else b""
+        note = _COUNT.pack(len(items.row), items.bytes_in(self.rows.catalog)) if assignments else b""
         return (items, compared, assignments), note, encode_assignments(assignments, self.comm.position)
 
 
@@ -276,7 +280,7 @@ class RankMessages(NamedTuple):
 
 
 def exchange_written(
-    comm: Communicator, is_spread: bool, work: Callable[[], RankMessages], context: str
+    comm: Communicator, is_spread: bool, work: Callable[[], RankMessages], context: str, total_bytes: int = 0
 ) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
     """Take a step on every rank, and exchange the messages about it. One collective.
 
@@ -285,6 +289,7 @@ def exchange_written(
         is_spread: Whether there are several planners; if not, every rank compares all, and gets all digests.
         work: The step.
         context: What is being done, for errors.
+        total_bytes: What all ranks write to one storage, if they do, for errors.
 
     Returns:
         Each rank's message to all; its digests for this rank; and other messages for this rank alone, by position.
@@ -298,11 +303,14 @@ def exchange_written(
         payload, *messages = work()
         return None, payload, join_by_position(*messages)
 
+    try:
+        _, found, received = comm.trade(to_each if is_spread else to_all, context)
+    except CheckpointError as error:
+        tell_total(error, total_bytes)
+        raise
     if not is_spread:
-        _, found, others = comm.trade(to_all, context)
         payloads, digests = zip(*map(split, found.values()))
-        return list(payloads), list(digests), others
-    _, found, received = comm.trade(to_each, context)
+        return list(payloads), list(digests), received
     of_planner, others = split_by_position(received, 2)
     places = range(comm.size)
     return [found.get(place, b"") for place in places], [of_planner.get(place, b"") for place in places], others

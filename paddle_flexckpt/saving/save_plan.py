@@ -168,6 +168,7 @@ class SavePlan:
         lines: By the position of the planner that compares them, the rows of this rank's state that it takes digests of
             in this turn.
         counts: This rank's part of the report: keys planned, items written, bytes written, bytes and shards owned.
+        total_bytes: The bytes that all ranks write.
         partitions: The number of partitions in which ranks write the manifest, where planning is spread; else 0.
         fingerprint: That of the plan's inputs on all ranks, and of its turn; empty where no later save may use it.
         messages: The gathered messages for the destination. They are the same as long as the ranks' descriptions are.
@@ -185,6 +186,7 @@ class SavePlan:
     file: WritePlan
     lines: Mapping[int, Stretches]
     counts: tuple[int, ...]
+    total_bytes: int
     partitions: int
     fingerprint: bytes = b""
     messages: Sequence[bytes] = ()

@@ -373,7 +373,8 @@ class Save:
         # All have written, or staged: one collective.
         plan_seconds = self._planned_at - self._begin - self._waited
         write = functools.partial(self._write, plan, share, early_digests, plan_seconds)
-        payloads, digests, rows = exchange_written(comm, plan.is_spread, write, context)
+        to_one_place = 0 if self._per_node else plan.total_bytes
+        payloads, digests, rows = exchange_written(comm, plan.is_spread, write, context, to_one_place)
         reports, parts = map(list, zip(*map(split, payloads)))
         # Replicas are equal: a collective only where planning is spread.
         replicas = self._replicas(plan.shards, plan.groups, plan.first_row)
@@ -398,8 +399,7 @@ class Save:
             seconds = {"plan": plan_seconds, "queue": self._waited, "stage": spent, "blocked": blocked}
             background = cast("BackgroundSave | BackgroundNodeSave", destination)
             return background.hand_over(report(seconds=seconds), self._begin, handle)
-        # The checkpoint exists: one collective; more where it goes to nodes.
-        destination.commit(parts, rows, described)
+        destination.commit(parts, rows, described)  # one collective; more where it goes to nodes
         end = time.perf_counter()
         seconds = {"plan": plan_seconds, "write": spent, "commit": end - written, "total": end - self._begin}
         done = report(seconds=seconds)

@@ -103,3 +103,12 @@ def test_culprits_come_before_those_who_were_left_waiting():
     waiting, culprit = Failure("StoppedExchangeError", ("refused",)), Failure("CorruptCheckpointError", ("damaged",))
     found = combine([(0, waiting), (1, culprit), (2, waiting)])
     assert found == Failure("CorruptCheckpointError", ("[rank 1] damaged", "[ranks 0, 2] refused"))
+
+
+def test_a_remedy_of_all_stands_once():
+    full = [(rank, Failure("CheckpointError", (f"file {rank} is full. Remedy (FC402): make room",))) for rank in (0, 1)]
+    once = "[rank 0] file 0 is full; [rank 1] file 1 is full. Remedy (FC402): make room"
+    assert str(combine(full).error()) == once
+    other = (2, Failure("CheckpointError", ("it is broken. Remedy (FC406): mend it",)))
+    assert str(combine([*full, other]).error()).count("Remedy (") == 3
+    assert str(combine([*full, (2, Failure("CheckpointError", ("broken",)))]).error()).count("Remedy (") == 2

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
+import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import CatalogBuilder, ValidationError
+from paddle_flexckpt.catalog import CatalogBuilder, CheckpointError, ValidationError
 from paddle_flexckpt.catalog.key_rows import KeyRows
 from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.media import local
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.planning.replica_comparison import Stretches
 from paddle_flexckpt.planning.write_plan import Items
@@ -322,3 +327,32 @@ def test_what_ranks_are_dealt_is_cut_out_of_one_table():
     assert [len(each.compared) for each in deals.values()] == [0, 0, 2, 2]
     for column in ("written", "compared"):
         assert len({id(getattr(each, column).base) for each in deals.values()}) == 1
+
+
+@pytest.mark.parametrize("rows", [-1, 1 << 17], ids=["spread", "not spread"])
+@pytest.mark.parametrize("failing", [{1}, {0, 1}], ids=["one rank", "both ranks"])
+def test_a_full_disk_is_told_with_the_bytes_of_all_ranks_and_one_remedy(tmp_path, monkeypatch, rows, failing):
+    monkeypatch.setattr(planners, "SPREAD_ROWS", rows)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=3 << 20))
+    write_all = local.write_all
+
+    def full(descriptor, *arguments):
+        if any(f"/{rank}_0-" in os.readlink(f"/proc/self/fd/{descriptor}") for rank in failing):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_all(descriptor, *arguments)
+
+    monkeypatch.setattr(local, "write_all", full)
+    # Each key is on both ranks: a rank writes the half of each.
+    state = {key: np.arange(1 << 20, dtype=np.float32) for key in "abc"}
+
+    def job(comm):
+        with pytest.raises(CheckpointError) as caught:
+            save_state_dict(state, tmp_path, comm)
+        return str(caught.value)
+
+    first, second = SimulatedWorld(2).run(job)
+    assert first == second
+    for rank in failing:
+        assert re.search(rf"\[rank {rank}\] OSError: .*/{rank}_0-\w+\.safetensors has 6\.0 MiB, and 3\.0 MiB", first)
+    assert first.count("Remedy (") == 1
+    assert first.endswith("call again; all ranks together write 12.0 MiB")
