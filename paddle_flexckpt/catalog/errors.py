@@ -212,6 +212,19 @@ class AoaError(ValidationError):
     """An error of an AOA program that is malformed or does not fit the tensors; nothing has been touched."""
 
 
+# A traceback gives the names by which users catch the public ones.
+for _public in (
+    CheckpointError,
+    CorruptCheckpointError,
+    EngineError,
+    EngineLostError,
+    LostRankError,
+    UnreadableCheckpointError,
+    ValidationError,
+):
+    _public.__module__ = "paddle_flexckpt"
+AoaError.__module__ = "paddle_flexckpt.aoa"
+
 # The classes that are sent. An error of another class is sent as its nearest base class among these.
 _KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import operator
+import pickle
+import traceback
+
+import pytest
+
+import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.errors import MAX_LISTED, listed
 
@@ -93,3 +101,13 @@ def test_problems_with_a_common_remedy_have_one_line():
     assert len(many.lines) == 1 and "49 more keys: '1.w' (expected [2], got [1.w]), " in str(many)
     assert "'20.w' (expected [2], got [20.w]) and 29 more. Remedy" in str(many)
     assert "likewise" not in str(many)
+
+
+@pytest.mark.parametrize("name", [*sum(fc.SUBJECTS["Errors"].values(), ()), "aoa.AoaError"])
+def test_a_traceback_names_an_error_as_users_catch_it(name):
+    importlib.import_module("paddle_flexckpt.aoa")
+    kind = operator.attrgetter(name)(fc)
+    error = pickle.loads(pickle.dumps(kind("it failed")))
+    assert type(error) is kind
+    (line,) = traceback.format_exception_only(kind, error)
+    assert line == f"paddle_flexckpt.{name}: it failed\n"
