@@ -1,11 +1,13 @@
 """Whether the rules of a family of models are those of a source: its configuration, and its weights.
 
-Most statements of rules are optional, so the rules of another family would leave weights as they are, without an error.
+Most statements of rules are optional, so the rules of another family would leave weights as they are, without an error,
+and a source without some layers would become a model without them.
 Tested in tests/aoa/test_rule_fits.py.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -18,10 +20,11 @@ from paddle_flexckpt.aoa.families import small_models
 from paddle_flexckpt.aoa.macros import array_names
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, known_family, model_rules, rule_names
 from paddle_flexckpt.aoa.parser import parse_program
-from paddle_flexckpt.aoa.placeholders import KeyIndex, parse_name
+from paddle_flexckpt.aoa.placeholders import HEADS, KeyIndex, parse_name
 from paddle_flexckpt.aoa.statements import AoaError, FamilyRules
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.layer_ranges import grouped
 from paddle_flexckpt.optimizer_states import PARAMETER, split_state, unwrapped
 
 # The first number in a name is that of a layer.
@@ -29,6 +32,11 @@ _LAYER = re.compile(r"(?:.*?\.)??(\d+)\.")
 # Buffers of two axes and more, which some files have: attn.bias and attn.masked_bias, the mask.
 _BUFFER = "bias"
 _LISTED = 4
+# Names of the number of layers in configurations, and a tensor that only layers have which predict further tokens.
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_PREDICTOR = "eh_proj.weight"
+
+logger = logging.getLogger("paddle_flexckpt")
 
 
 def check_family(rules: FamilyRules, source: Catalog, settings: Mapping[str, Any]) -> None:
@@ -47,10 +55,68 @@ def check_family(rules: FamilyRules, source: Catalog, settings: Mapping[str, Any
         [
             f"config.json says that the model_type is {settings['model_type']!r}, and the rules are those for "
             f"{rules.family}. Remedy (FC606): take the rules for {known}; if those for {rules.family} are meant, give "
-            f"their statements as your own: fc.model_rules(...)['aoa_statements'], or --aoa with what `flexckpt rules "
-            f"{rules.family} --variant {rules.variant} --direction {rules.direction}` prints"
+            f"their statements as your own: {_printed(rules)}"
         ]
     )
+
+
+def _printed(rules: FamilyRules) -> str:
+    command = f"`flexckpt rules {rules.family} --variant {rules.variant} --direction {rules.direction}`"
+    return f"fc.model_rules(...)['aoa_statements'], or --aoa with what {command} prints"
+
+
+def check_layers(rules: FamilyRules, source: Catalog, settings: Mapping[str, Any]) -> None:
+    """Check that a source has all layers of a model, all that layers like them have, and what stands beside them.
+
+    First layers alone may be missing in a part for a stage of a pipeline: without a configuration, that is a warning.
+
+    Raises:
+        AoaError: It lacks some.
+    """
+    names, lost = {name for name, _ in _parameters(source)}, list[str]()
+    stacks, known = dict[str, dict[int, set[str]]](), {*names}
+    for each in parse_program(rules["aoa_statements"]):
+        for name in array_names(each.left):
+            if "$LAYER_ID" in name:
+                stacks[name.partition("$LAYER_ID")[0]] = {}
+            elif name not in known and not each.has("optional") and not name.endswith(HEADS):
+                lost.append(name)
+        known.update(array_names(each.right))
+    for name in names:
+        found = _LAYER.match(name)
+        if found is not None and name[: found.start(1)] in stacks:
+            stacks[name[: found.start(1)]].setdefault(int(found[1]), set()).add(name[found.end() :])
+    if not any(stacks.values()) and any(map(_LAYER.match, names)):
+        return  # the layers have other names
+    count = _layer_count(settings)
+    main = max((start for start in stacks if "vis" not in start), key=lambda start: len(stacks[start]), default="")
+    absent: dict[str, int] = {}  # texts, by the first layer
+    for start, layers in stacks.items():
+        ends = [-1, *sorted(layers), max([*(number + 1 for number in layers), count * (start == main)])]
+        gaps = [(low + 1, high - 1) for low, high in zip(ends, ends[1:]) if high > low + 1]
+        absent |= {f"layer{f's {low} to' * (low < high)} {high} of {start}*": low for low, high in gaps}
+        kinds = {frozenset(layer) for layer in layers.values() if _PREDICTOR not in layer}
+        for number, layer in layers.items():
+            lacking = min((kind - layer for kind in kinds if kind > layer), key=len, default=())
+            lost += [f"{start}{number}.{name}" for name in lacking]
+    if not absent and not lost:
+        return
+    text = f"the rules for {rules.family} make a whole model, and the source lacks {listed([*absent, *grouped(lost)])}"
+    text += f" (config.json says that there are {count} layers)" * bool(count)
+    text += (
+        ". Remedy (FC304): restore the files with these tensors; if a part of the model is meant, give the rules' "
+        f"statements as your own: {_printed(rules)}"
+    )
+    if lost or count or any(absent.values()):
+        raise AoaError([text])
+    logger.warning(text)
+
+
+def _layer_count(settings: Mapping[str, Any]) -> int:
+    """Return the number of layers of a model, or of its part for texts, by its configuration; 0 if it has none."""
+    parts = [part for part in (settings, settings.get("text_config")) if isinstance(part, Mapping)]
+    counts = (part.get(entry) for part in parts for entry in _COUNTS)
+    return next((count for count in counts if type(count) is int), 0)
 
 
 def check_touched(rules: FamilyRules, mapping: TensorMapping, source: Catalog, target: Catalog | None) -> None:
@@ -104,13 +170,17 @@ def _untouched(mapping: TensorMapping, source: Catalog, target: Catalog | None) 
 
 
 def _weights(source: Catalog) -> Iterator[str]:
-    """Yield the names of the source's weights, without wrappers."""
+    """Return the names of the source's weights, without wrappers."""
+    return (name for name, ndim in _parameters(source) if ndim > 1 and not name.endswith(_BUFFER))
+
+
+def _parameters(source: Catalog) -> Iterator[tuple[str, int]]:
+    """Yield the names of the source's parameters and buffers, without wrappers, with their numbers of axes."""
     keys = {*source.keys}
     for key, row in zip(*np.unique(source.key, return_index=True)):
         name = source.keys[key]
-        is_weight = source.ndim[row] > 1 and not name.endswith(_BUFFER) and not name.startswith(EXTRA_STATE)
-        if is_weight and split_state(name, keys)[1] == PARAMETER:
-            yield unwrapped(name)
+        if not name.startswith(EXTRA_STATE) and split_state(name, keys)[1] == PARAMETER:
+            yield unwrapped(name), int(source.ndim[row])
 
 
 def _fitting(rules: FamilyRules, source: Catalog) -> str:

@@ -40,7 +40,8 @@ def compile_mapping(
 
     Raises:
         ValidationError: The statements do not fit, head counts or family are not those of the settings, rules of a
-            family leave weights of layers as they are, or ranks want one key in different dtypes.
+            family leave weights of layers as they are, or make a model that lacks layers, or ranks want one key in
+            different dtypes.
     """
     statements = aoa.read_config([] if aoa_config is None else aoa_config)
     if any("num_heads" in text for text in statements.statements):
@@ -55,9 +56,13 @@ def compile_mapping(
     try:
         mapping = _compiled(statements, source, target, master_weights, completion)
     except aoa.AoaError as error:
+        if target is None:
+            rule_fits.check_layers(statements.rules, source, settings())
         rule_fits.check_others(statements.rules, error, source)
         raise
     rule_fits.check_touched(statements.rules, mapping, source, target)
+    if target is None:
+        rule_fits.check_layers(statements.rules, source, settings())
     return mapping
 
 
