@@ -15,9 +15,19 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from paddle_flexckpt.aoa.statements import UNREADABLE, AoaError, Place, StatementError, describe_problem, shorten
+from paddle_flexckpt.aoa.statements import (
+    ARROW,
+    UNREADABLE,
+    AoaError,
+    Place,
+    StatementError,
+    describe_problem,
+    shorten,
+)
+from paddle_flexckpt.catalog.texts import meant
 
 # Attributes without a value: a tensor of such a name has to be quoted.
 TAGS = frozenset(
@@ -75,10 +85,10 @@ def tokenize(text: str) -> list[Token]:
         found = _TOKENS.match(text, position)
         if found is None:
             _check_glued(text, position, tokens)
-            if text[position] == ">":
+            if ARROW.match(text, position):
                 raise StatementError(
-                    "unexpected character '>'. Remedy (FC602): did you mean `->`? It stands between the two sides of a "
-                    "statement",
+                    f"unexpected character {text[position]!r}. Remedy (FC602): did you mean `->`? It stands between "
+                    "the two sides of a statement",
                     position + 1,
                 )
             raise StatementError(
@@ -119,9 +129,16 @@ def _glued(end: str, begin: str, column: int) -> StatementError:
     )
 
 
+@lru_cache(maxsize=1024)
+def _meant_tag(name: str) -> str:
+    """Return the question for the tag that a name of letters may be meant for; "" if it begins with one."""
+    is_own = not name.replace("_", "").isalpha() or name.startswith(tuple(TAGS))
+    return "" if is_own else meant(name, TAGS, 0.8)
+
+
 def quoted(name: str) -> str:
-    """Write a name for a statement: in quotes if it is a tag, or has other characters than names."""
-    if _PLAIN_NAME.fullmatch(name) and name not in TAGS:
+    """Write a name for a statement: in quotes if it is a tag, or near one, or has other characters than names."""
+    if _PLAIN_NAME.fullmatch(name) and name not in TAGS and not _meant_tag(name):
         return name
     return '"' + _TO_ESCAPE.sub(lambda found: f"\\x{ord(found.group()):02x}", name) + '"'
 
@@ -250,6 +267,13 @@ class _Parser:
             attributes.append(attribute)
         if self._kind() == "RARROW":
             raise self._second_arrow(right)
+        for variable in right[1:]:
+            if self._text[variable.column - 1] not in "\"'" and (tag := _meant_tag(variable.name)):
+                raise StatementError(
+                    f"{variable.name!r} may be a misspelt tag{tag}. Remedy (FC602): correct it; if it is a tensor's "
+                    "name, put it between quotes",
+                    variable.column,
+                )
         tokens = tuple(self._tokens[start : self._position])
         first = tokens[0].column - 1
         last = tokens[-1].end - 1
@@ -343,14 +367,19 @@ class _Parser:
             if key not in TAGS:
                 _check_glued_tag(key, token.column)
                 raise StatementError(
-                    f"{key!r} is no tag, and names cannot follow attributes; tags are {', '.join(sorted(TAGS))}",
+                    f"{key!r} is no tag{meant(key, TAGS)}, and names cannot follow attributes; tags are "
+                    f"{', '.join(sorted(TAGS))}",
                     token.column,
                 )
             return Attribute(key, True, token.column)
         self._position += 1
+        if key in TAGS:
+            raise StatementError(f"{key!r} is a tag, which has no value: write it alone", token.column)
         if key not in ATTRIBUTES:
             known = ", ".join(sorted(ATTRIBUTES))
-            raise StatementError(f"unknown attribute {key!r}; attributes are {known}", token.column)
+            raise StatementError(
+                f"unknown attribute {key!r}{meant(key, ATTRIBUTES)}; attributes are {known}", token.column
+            )
         if self._kind() not in ("NUMBER", "STRING"):
             self._expect("STRING", f"a number or a quoted text after {key}=")
         value = self._tokens[self._position]

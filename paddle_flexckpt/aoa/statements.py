@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
@@ -16,6 +17,8 @@ from paddle_flexckpt.catalog import AoaError
 
 AoaConfig = Union[Mapping[str, Any], Sequence[str], "os.PathLike[str]"]
 KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
+# The arrow of a statement, and what people write for it.
+ARROW = re.compile(r"[-–—=]*\s?>|[→⟶⇒⟹➔➜]")
 # A macro may expand to hundreds of names; the two ends of a line identify it.
 MAX_LINE = 400
 
@@ -95,7 +98,7 @@ def _from_text(text: str) -> Any:
     stripped = text.strip()
     if stripped.startswith(("{", "[")):
         return _json(stripped, "aoa_config")
-    if "->" in text and not os.path.exists(text):
+    if ARROW.search(text) and not os.path.exists(text):
         return [text]
     try:
         with open(text, encoding="utf-8") as file:

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from paddle_flexckpt.catalog.errors import OverflowingCastError, ValidationError
+from paddle_flexckpt.catalog.texts import meant
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def dtype_of(name: str) -> DType:
     """
     dtype = DTYPES.get(name.rsplit(".", 1)[-1])
     if dtype is None:
-        raise ValidationError([f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}"])
+        near = meant(name, DTYPES, 0.5) if name not in ("float", "float8") else ""
+        raise ValidationError([f"dtype {name!r} is not supported{near}; supported are {', '.join(DTYPES)}"])
     return dtype
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paddle_flexckpt.catalog.layer_ranges import grouped
 
@@ -67,6 +67,13 @@ def in_words_of(text: str, names: Mapping[str, str]) -> str:
     for name, other in names.items():
         text = text.replace(name, other)
     return text
+
+
+def meant(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question for the known name that is nearest to a misspelt one, in brackets; "" if none is near."""
+    import difflib  # for messages alone
+
+    return "".join(f" (did you mean {each!r}?)" for each in difflib.get_close_matches(name.lower(), known, 1, cutoff))
 
 
 def patterns(keys: Sequence[str]) -> str:

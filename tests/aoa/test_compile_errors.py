@@ -38,8 +38,20 @@ def message(*texts: str) -> str:
 @pytest.mark.parametrize(
     ("text", "column", "words"),
     [
-        ("a - x", 3, "unexpected character '-'"),
+        ("a - x", 3, "unexpected character '-'. Remedy .FC602.: put names"),
         ("a => x", 4, "unexpected character '>'. Remedy .FC602.: did you mean `->`"),
+        ("a > x", 3, "unexpected character '>'. Remedy .FC602.: did you mean `->`"),
+        ("a → x", 3, "unexpected character '→'. Remedy .FC602.: did you mean `->`"),
+        ("a --> x", 3, "unexpected character '-'. Remedy .FC602.: did you mean `->`"),
+        ("a - > x", 3, "unexpected character '-'. Remedy .FC602.: did you mean `->`"),
+        ("a, b -> x, fused_fnn", 12, r"'fused_fnn' may be a misspelt tag \(did you mean 'fused_ffn'\?\)"),
+        ("a, b -> x, Stack, axis=0", 12, r"'Stack' may be a misspelt tag \(did you mean 'stack'\?\)"),
+        ("a -> x, optinal", 9, r"'optinal' may be a misspelt tag \(did you mean 'optional'\?\)"),
+        ("a -> x, copy, optinal", 15, r"'optinal' is no tag \(did you mean 'optional'\?\), and names"),
+        ("a -> x, optional=True", 9, r"'optional' is a tag, which has no value"),
+        ('a -> x, dytpe="float16"', 9, r"unknown attribute 'dytpe' \(did you mean 'dtype'\?\); attributes are"),
+        ("a -> x, dtype='bf61'", 9, r"dtype 'bf61' is not supported \(did you mean 'bfloat16'\?\); supported"),
+        ("a -> x, dtype='FP32'", 9, r"dtype 'FP32' is not supported \(did you mean 'float32'\?\); supported"),
         (
             "a -> x y",
             8,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.aoa import structure
+from paddle_flexckpt.aoa import AoaError, read_config, structure
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import rules_of_config
 from tests.aoa.small import Arrays, assert_equal, compiled, numbered, room, run
@@ -360,7 +360,21 @@ def test_states_that_cannot_be_joined_are_given_by_statements_of_their_own(tmp_p
 def test_an_arrow_of_another_kind():
     with provoked("aoa/parser.py", "did you mean `->`? It stands between the two sides of a statement"):
         compiled(["a => x"], {"a": A}, {"x": room(4, 6)})
+    for statement in ("a > x", "a => x", "a → x"):  # as --aoa takes it too: not a path
+        with pytest.raises(AoaError, match=r"AOA statement 1, column .*did you mean `->`"):
+            compiled(read_config(statement).statements, {"a": A}, {"x": room(4, 6)})
     assert_equal(run(["a -> x"], {"a": A}, {"x": room(4, 6)}), {"x": A})
+
+
+def test_a_misspelt_tag_is_corrected_or_put_between_quotes():
+    sources, targets = {"a": A, "b": A + 1}, {"x": room(4, 6), "coppy": room(4, 6)}
+    with provoked("aoa/parser.py", "correct it; if it is a tensor's name, put it between quotes"):
+        compiled(["a -> x, coppy"], sources, targets)
+    assert_equal(run(["a -> x, y, copy"], {"a": A}, {"x": room(4, 6), "y": room(4, 6)}), {"x": A, "y": A})
+    assert_equal(run(['a, b -> x, "coppy"'], sources, targets), {"x": A, "coppy": A + 1})
+    # The library puts it between quotes itself.
+    (back,) = invert(['x, "coppy" -> a, b'])["aoa_statements"]
+    assert_equal(run([back], sources, targets), {"x": A, "coppy": A + 1})
 
 
 def test_a_direction_in_place_of_a_variant():
