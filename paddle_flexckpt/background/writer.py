@@ -38,6 +38,7 @@ from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.observers import notify
 from paddle_flexckpt.progress import Progress
 from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.transfer.arguments import plain_arguments
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -77,13 +78,13 @@ class BackgroundWriter:
         problems = []
         max_pending, nice, timeout = map(plain_integer, (max_pending, nice, timeout))
         if not isinstance(max_pending, int) or isinstance(max_pending, bool) or max_pending < 1:
-            problems.append(f"max_pending has to be an integer >= 1; got {max_pending!r}")
+            problems.append(f"max_pending has to be an integer >= 1; got {max_pending!r}. Remedy (FC101): give one")
         if not isinstance(nice, int) or isinstance(nice, bool) or not 0 <= nice <= 19:
-            problems.append(f"nice has to be an integer from 0 to 19; got {nice!r}")
+            problems.append(f"nice has to be an integer from 0 to 19; got {nice!r}. Remedy (FC101): give one")
         if io_class not in get_args(IoClass):
             problems.append(f"io_class has to be one of {', '.join(map(repr, get_args(IoClass)))}; got {io_class!r}")
         if not isinstance(timeout, (int, float)) or not timeout > 0:
-            problems.append(f"timeout has to be a number of seconds > 0; got {timeout!r}")
+            problems.append(f"timeout has to be a number of seconds > 0; got {timeout!r}. Remedy (FC101): give one")
         if not hasattr(os, "memfd_create"):
             problems.append("asynchronous saves need Linux. Remedy (FC505): save synchronously")
         if problems:
@@ -122,6 +123,7 @@ class BackgroundWriter:
         """Return the bytes of memory allocated for copies of the state."""
         return self._pool.nbytes
 
+    @plain_arguments
     def reserve(self, nbytes: int) -> None:
         """Allocate the memory for the coming saves now, so that the first of them need not.
 

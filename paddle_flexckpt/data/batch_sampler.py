@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.catalog.dtypes import plain_integer
+from paddle_flexckpt.transfer.arguments import plain_arguments
 
 Batch = TypeVar("Batch")
 
@@ -49,6 +49,7 @@ class ElasticBatchSampler:
         position: The samples that all ranks have taken since the beginning of the first epoch.
     """
 
+    @plain_arguments
     def __init__(
         self,
         dataset: Sized,
@@ -76,19 +77,19 @@ class ElasticBatchSampler:
         """
         num_replicas, rank = data_ranks(num_replicas, rank)
         self.dataset, self.shuffle, self.drop_last = dataset, shuffle, drop_last
-        self.batch_size, self.num_replicas, self.rank, self.seed = map(
-            plain_integer, (batch_size, num_replicas, rank, seed)
-        )
+        self.batch_size, self.num_replicas, self.rank, self.seed = batch_size, num_replicas, rank, seed
         self._length = len(dataset)
         problems = [
-            Problem(f"{name} has to be an integer from {least} to {most}", got=repr(value))
+            Problem(
+                f"{name} has to be an integer from {least} to {most}", got=repr(value), code="FC101", remedy="give one"
+            )
             for name, value, least, most in (
                 ("batch_size", self.batch_size, 1, 2**31),
                 ("num_replicas", self.num_replicas, 1, 2**31),
-                ("rank", self.rank, 0, self.num_replicas - 1 if isinstance(self.num_replicas, int) else 0),
+                ("rank", self.rank, 0, self.num_replicas - 1),
                 ("seed", self.seed, 0, 2**32 - 1),
             )
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most
+            if not least <= value <= most
         ]
         if not problems and self._length < (self.global_batch_size if drop_last else 1):
             least = f"{self.global_batch_size} samples, one global batch" if drop_last else "a sample"
@@ -109,10 +110,11 @@ class ElasticBatchSampler:
         """Return the number of the epoch that the next batch belongs to, from 0."""
         return self.position // self._length
 
+    @plain_arguments
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; do nothing if the next batch belongs to it."""
         if epoch != self.epoch:
-            self.position = plain_integer(epoch) * self._length
+            self.position = epoch * self._length
 
     def __len__(self) -> int:
         """Return the number of batches that are left of this epoch."""
@@ -175,6 +177,7 @@ class ElasticBatchSampler:
             yield batch
         self._is_unfollowed = False
 
+    @plain_arguments
     def advance(self, batches: int = 1) -> None:
         """Count batches as taken, in a loop that does not iterate over :meth:`batches`."""
         self._is_unfollowed = False

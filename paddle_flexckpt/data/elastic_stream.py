@@ -196,5 +196,6 @@ class ElasticStream(paddle.io.IterableDataset):  # type: ignore[misc]
 def _checked(name: str, value: Any, least: int, most: int) -> int:
     value = plain_integer(value)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValidationError(Problem(f"{name} has to be an integer from {least} to {most}", got=repr(value)))
+        what = f"{name} has to be an integer from {least} to {most}"
+        raise ValidationError(Problem(what, got=repr(value), code="FC101", remedy="give one"))
     return value

@@ -34,6 +34,7 @@ from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import PublishReport
 from paddle_flexckpt.tools.tensor_files import TensorFile, tensor_file
 from paddle_flexckpt.transfer.agreement import check_coordinator, check_same
+from paddle_flexckpt.transfer.arguments import plain_value
 from paddle_flexckpt.transfer.options import GROUP, rule, takes
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -128,7 +129,7 @@ def _publish(root: Location, asked: PublisherOptions, group: Any, model: Any, fu
     with contextlib.ExitStack() as stack:
 
         def look() -> tuple[Backend, bytes]:
-            head = asked.encode(_CALL, full=full).decode()
+            head = asked.encode(_CALL, full=plain_value("full", "bool", full)).decode()
             check_coordinator(comm, leader)
             backend, plan = open_destination(root), (0, 0)
             if comm.position == leader:

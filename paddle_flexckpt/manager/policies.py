@@ -64,7 +64,9 @@ class _Checked:
             if name == "metric" and not isinstance(value, str):
                 expected = "the name of one of metrics="
             if expected:
-                raise ValidationError([f"{type(self).__name__}: {name} has to be {expected}; got {value!r}"])
+                raise ValidationError(
+                    [f"{type(self).__name__}: {name} has to be {expected}; got {value!r}. Remedy (FC101): give one"]
+                )
 
 
 class SavePolicy(ABC):

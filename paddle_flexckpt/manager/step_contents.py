@@ -27,7 +27,7 @@ from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.run_state.schedules import ConstantRate
 from paddle_flexckpt.saving.replica_remedies import drift_warning
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord
-from paddle_flexckpt.transfer.agreement import check_heads, check_same
+from paddle_flexckpt.transfer.agreement import by_rank, check_heads, check_same
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, encode_options, same_on_all_ranks
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -254,12 +254,13 @@ def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]
     """
     problems = []
     for name in sorted({name for each in metrics for name in each}):
-        seen = [each.get(name, "none") for each in metrics]
-        if len(set(seen)) > 1:
-            where = ", ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, seen))
+        seen: dict[str, list[int]] = {}
+        for rank, each in zip(ranks, metrics):
+            seen.setdefault(each.get(name, "none"), []).append(rank)
+        if len(seen) > 1:
             problems.append(
-                f"metrics: {name!r} differs between ranks ({where}). Remedy (FC502): make it one number first, with "
-                "all_reduce"
+                f"metrics: {name!r} differs between ranks ({by_rank(seen)}). Remedy (FC502): make it one number "
+                "first, with paddle.distributed.all_reduce"
             )
     if problems:
         raise ValidationError(problems, context)

@@ -38,7 +38,10 @@ def verify_mode(value: bool | str) -> VerifyMode:
         return "off"
     if value == "full":
         return "full"
-    raise ValidationError(f"verify has to be 'read', 'full' or 'off' (True and False: 'read' and 'off'); got {value!r}")
+    raise ValidationError(
+        f"verify has to be 'read', 'full' or 'off' (True and False: 'read' and 'off'); got {value!r}. "
+        "Remedy (FC101): give one"
+    )
 
 
 # Returns the checksum of one block, which has to be contiguous. Not wrapped, as a block may be small.

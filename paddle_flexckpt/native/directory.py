@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.dtypes import check_integer, plain_integer
 from paddle_flexckpt.media.backend import Backend, Location, Lock, map_files, reading, run_beside
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
@@ -200,6 +201,9 @@ class LockedManifest:
         self, directory: CheckpointDirectory, unique_id: int | None = None, keys: Sequence[str] | None = None
     ) -> None:
         """Take the lock, then read; arguments and errors as of :meth:`CheckpointDirectory.read_manifest`."""
+        unique_id = plain_integer(unique_id)
+        if unique_id is not None:
+            check_integer("unique_id", unique_id)
         before: list[int] | None = None
         while True:
             ids = directory.list_ids(takes_last=unique_id is None)

@@ -32,12 +32,14 @@ from paddle_flexckpt.tools.models import (
     state_dtype,
 )
 from paddle_flexckpt.tools.rehearsal_report import RehearsalReport
+from paddle_flexckpt.transfer.arguments import plain_arguments
 from paddle_flexckpt.transfer.options import LoadOptions
 
 Cuts = Sequence[tuple[str, "int | None"]]
 _HALF = ("float16", "bfloat16")
 
 
+@plain_arguments
 def rehearse(
     path: Location,
     layout: JobLayout | str,

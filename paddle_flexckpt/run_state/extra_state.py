@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
-from paddle_flexckpt.catalog.dtypes import check_integer, plain_integer
 from paddle_flexckpt.catalog.portable import decode, encode
 from paddle_flexckpt.catalog.short_reprs import ShortRepr
 from paddle_flexckpt.catalog.wire import join
@@ -54,6 +53,7 @@ from paddle_flexckpt.run_state.schedules import (
     scheduler_state,
 )
 from paddle_flexckpt.transfer.agreement import check_heads
+from paddle_flexckpt.transfer.arguments import plain_arguments
 from paddle_flexckpt.transfer.options import GROUP, PATH, Storage, same_on_all_ranks
 from paddle_flexckpt.transfer.transfer import quiet_loads
 
@@ -93,6 +93,7 @@ class ExtraStateReport(ShortRepr):
         return cls(None, None, {}, {}, [], {"extra_state": "the checkpoint has none"})
 
 
+@plain_arguments
 def collect_extra_state(
     lr_scheduler: Any = None,
     scaler: Any = None,
@@ -122,9 +123,6 @@ def collect_extra_state(
             ``data`` no such sampler.
     """
     check_data(data)
-    step = plain_integer(step)
-    if step is not None:
-        check_integer("step", step)
     tensors: dict[str, Any] = {}
     rank = _rank()
     position: Any = None if data is None else data.state_dict()
@@ -277,6 +275,7 @@ def saved_data_ranks(state: Mapping[str, Any]) -> int:
     return int(layout["data"] * layout["sharding"] if "data" in layout else layout["world_size"])
 
 
+@plain_arguments
 def restore_extra_state(
     state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True, data: Any = None
 ) -> ExtraStateReport:

@@ -22,6 +22,7 @@ from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import Report
 from paddle_flexckpt.tools.differences import DifferenceSums, Position, TensorDifference, Tolerances
 from paddle_flexckpt.tools.whole_tensors import iterate_bands
+from paddle_flexckpt.transfer.arguments import plain_arguments
 from paddle_flexckpt.transfer.files import read_settings
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.transfer.names import is_state
@@ -121,6 +122,7 @@ class DiffReport(Report):
         )
 
 
+@plain_arguments
 def diff(
     first: Location,
     second: Location,

@@ -30,6 +30,7 @@ from paddle_flexckpt.native.verify import Verification, verify_files
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import RepairReport, VerifyReport
+from paddle_flexckpt.transfer.arguments import plain_arguments
 
 
 @observed("verify", "path")
@@ -179,6 +180,7 @@ def _swapped(directory: CheckpointDirectory, manifest: Manifest, found: Verifica
     return []
 
 
+@plain_arguments
 def repair_manifest(
     path: Location,
     unique_id: int,

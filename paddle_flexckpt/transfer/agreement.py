@@ -15,6 +15,8 @@ from paddle_flexckpt.catalog.texts import format_ranks
 from paddle_flexckpt.catalog.wire import split
 
 Result = TypeVar("Result")
+# The most views that an error lists.
+_MOST = 8
 # A message may begin with this in place of a call's options: they are the same as in the earlier call.
 BRIEF_SAVE, BRIEF_LOAD, BRIEF_RUN, BRIEF_PUSH = b"\0s", b"\0l", b"\0r", b"\0p"
 _BRIEF = {
@@ -65,7 +67,8 @@ def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:
     """Raise ValidationError if the coordinator is not a member of the group."""
     if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
         raise ValidationError(
-            [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
+            f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}. "
+            "Remedy (FC101): give one of these"
         )
 
 
@@ -89,7 +92,7 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
         for rank, view in zip(range(len(heads)) if ranks is None else ranks, _differences(heads)):
             views_of.setdefault(view, []).append(rank)
         # Without numbers of ranks, the views may be those of other things than ranks.
-        seen = "; ".join(sorted(views_of)) if ranks is None else _by_rank(views_of)
+        seen = "; ".join(sorted(views_of)) if ranks is None else by_rank(views_of)
         remedy = (
             "Remedy (FC502): call with the same arguments on every rank; if the checkpoint differs, a save has just "
             "ended: give unique_id"
@@ -104,12 +107,14 @@ def check_calls(heads: Sequence[bytes], context: str, ranks: Sequence[int] | Non
         met.setdefault(_call_of(head), []).append(rank)
     if len(met) > 1:
         remedy = "Remedy (FC502): make the same calls in the same order on every rank"
-        raise ValidationError([f"ranks do not make the same call: {_by_rank(met)}. {remedy}"], context)
+        raise ValidationError([f"ranks do not make the same call: {by_rank(met)}. {remedy}"], context)
 
 
-def _by_rank(ranks: Mapping[str, Sequence[int]]) -> str:
-    """Return texts with the ranks that have each."""
-    return "; ".join(f"rank{'s' * (len(those) > 1)} {format_ranks(those)}: {text}" for text, those in ranks.items())
+def by_rank(ranks: Mapping[str, Sequence[int]]) -> str:
+    """Return texts with the ranks that have each; of many the first ones."""
+    texts = [f"rank{'s' * (len(those) > 1)} {format_ranks(those)}: {text}" for text, those in ranks.items()]
+    more = [f"and {len(texts) - _MOST} more"] if len(texts) > _MOST else []
+    return "; ".join([*texts[:_MOST], *more])
 
 
 def _call_of(head: bytes) -> str:

@@ -1,13 +1,58 @@
-"""Arguments of public calls: those that a call does not take are told the nearest that it takes.
+"""Arguments of public calls: their types, and for those that a call does not take the nearest that it takes.
 
-Tested in tests/transfer/test_options.py.
+Tested in tests/transfer/test_arguments.py and tests/transfer/test_options.py.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.dtypes import check_integer
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def plain_value(name: str, kind: str, value: Any, least: int = 0) -> Any:
+    """Return an argument of the kind ``int`` or ``bool``, or one of these or None, as Python's own.
+
+    Arguments of other kinds are returned as they are.
+
+    Raises:
+        ValidationError: It is nothing of its kind, or an integer that is too small.
+    """
+    value = value.item() if isinstance(value, (np.integer, np.bool_)) else value
+    declared = kind.removesuffix(" | None")
+    if value is None and declared != kind:
+        return value
+    if declared == "int":
+        check_integer(name, value, least)
+    if declared == "bool" and type(value) is not bool:
+        raise ValidationError([f"{name} is True or False; got {value!r}. Remedy (FC101): give one of these"])
+    return value
+
+
+def plain_arguments(call: Call) -> Call:
+    """Declare that :func:`plain_value` checks the arguments of a call, in which no other rank takes part."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        try:
+            bound = signature.bind(*arguments, **named)
+        except TypeError:
+            return call(*arguments, **named)  # its own error
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = plain_value(name, str(signature.parameters[name].annotation), value)
+        return call(*bound.args, **bound.kwargs)
+
+    return cast("Call", checked)
 
 
 def check_names(call: Callable[..., Any], named: Iterable[str], known: Sequence[str]) -> None:

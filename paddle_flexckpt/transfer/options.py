@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args
 import numpy as np
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.catalog.dtypes import check_integer
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.progress import Meter, ProgressCallback
-from paddle_flexckpt.transfer.arguments import check_count, check_names
+from paddle_flexckpt.transfer.arguments import check_count, check_names, plain_value
 
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa import AoaConfig
@@ -106,18 +105,15 @@ class Options:
         """Raise ValidationError if an option has a value that it cannot have."""
         for each in fields(self):
             choices, value = each.metadata.get("choices", ()), getattr(self, each.name)
-            kind = str(each.type).replace(" | None", "")
-            if value is None and kind != each.type:
+            plain_value(each.name, str(each.type), value, each.metadata.get("least", 0))
+            if each.type == "float" and not (type(value) in (int, float) and value > 0):
+                raise ValidationError([f"{each.name} has to be a number > 0; got {value!r}. Remedy (FC101): give one"])
+            if value is None and str(each.type).endswith("| None"):
                 continue
-            if kind == "int":
-                check_integer(each.name, value, each.metadata.get("least", 0))
-            if kind == "float" and not (type(value) in (int, float) and value > 0):
-                raise ValidationError([f"{each.name} has to be a number > 0; got {value!r}"])
-            choices = choices or (True, False) * (kind == "bool")
             if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
                 *texts, last = map(repr, choices)
                 listed = f"{', '.join(texts)} or {last}"
-                raise ValidationError([f"{each.name} is {listed}; got {value!r}"])
+                raise ValidationError([f"{each.name} is {listed}; got {value!r}. Remedy (FC101): give one of these"])
 
     def agreed(self) -> dict[str, Any]:
         """Return the values that ranks compare, by name."""

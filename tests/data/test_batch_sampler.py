@@ -157,10 +157,10 @@ def test_what_is_no_state_is_refused(state):
     ("arguments", "words"),
     [
         ({"batch_size": 0}, "batch_size has to be an integer from 1"),
-        ({"batch_size": 2.0}, "batch_size has to be an integer from 1"),
-        ({"batch_size": True}, "batch_size has to be an integer from 1"),
+        ({"batch_size": 2.0}, "batch_size has to be an integer >= 0"),
+        ({"batch_size": True}, "batch_size has to be an integer >= 0"),
         ({"rank": 2}, "rank has to be an integer from 0 to 1"),
-        ({"seed": -1}, "seed has to be an integer from 0"),
+        ({"seed": -1}, "seed has to be an integer >= 0"),
         ({"dataset": []}, "the data is too short"),
         ({"dataset": range(7), "drop_last": True}, "expected 8 samples, one global batch"),
     ],

@@ -14,7 +14,9 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery, SaveInterval
+from paddle_flexckpt.manager.step_contents import check_same_metrics
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.manager.samples import data_of, directory_of
 from tests.native.samples import flip
@@ -96,9 +98,15 @@ def test_metrics_that_differ_are_an_error_that_names_the_ranks(tmp_path):
         save(manager_of(comm, tmp_path), comm, 1, metrics={"loss": 1.5 + (comm.rank == 2), "same": 3})
 
     text = errors(3, job)
-    assert "metrics: 'loss' differs between ranks (rank 0: 1.5, rank 1: 1.5, rank 2: 2.5). Remedy" in text
+    assert "metrics: 'loss' differs between ranks (ranks 0-1: 1.5; rank 2: 2.5). Remedy" in text
     assert "same" not in text
     assert os.listdir(tmp_path) == []
+
+
+def test_metrics_that_differ_on_many_ranks_are_a_short_error():
+    with pytest.raises(ValidationError) as caught:
+        check_same_metrics(range(4096), [{"loss": repr(rank / 2)} for rank in range(4096)], "cannot save")
+    assert "rank 7: 3.5; and 4088 more)" in str(caught.value)
 
 
 @pytest.mark.parametrize("manages", [True, False])
@@ -136,7 +144,7 @@ def test_metrics_that_one_rank_lacks(tmp_path):
     def job(comm):
         save(manager_of(comm, tmp_path), comm, 1, metrics={"loss": 1.5} if comm.rank else None)
 
-    assert "(rank 0: none, rank 1: 1.5)" in errors(2, job)
+    assert "(rank 0: none; rank 1: 1.5)" in errors(2, job)
 
 
 def test_ranks_that_disagree_are_told_so(three):

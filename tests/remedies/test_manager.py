@@ -70,7 +70,7 @@ def test_metrics_are_those_of_all_ranks(tmp_path):
             manager.save(1, state={"a": A}, metrics={"loss": loss})
             return manager.best_step("loss")
 
-    with provoked("manager/step_contents.py", "make it one number first, with all_reduce"):
+    with provoked("manager/step_contents.py", "make it one number first, with paddle.distributed.all_reduce"):
         SimulatedWorld(2).run(lambda comm: save(comm, float(comm.rank)))
     assert SimulatedWorld(2).run(lambda comm: save(comm, 0.5)) == [1, 1]
 

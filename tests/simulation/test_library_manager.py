@@ -689,7 +689,7 @@ def test_a_policy_that_makes_no_sense_on_one_rank(make, said):
     [
         ({"metrics": 3}, "metrics has to be a dict of names to numbers; got a int"),
         ({"metrics": {"loss": "low"}}, "metrics: 'loss' has the value 'low'"),
-        ({"metrics": {"loss": 2.0}}, "metrics: 'loss' differs between ranks (rank 0: 1.0, rank 1: 2.0)"),
+        ({"metrics": {"loss": 2.0}}, "metrics: 'loss' differs between ranks (rank 0: 1.0; rank 1: 2.0)"),
         ({"extra": [1]}, "extra has to be a dict of portable values; got a list"),
         ({"extra": {"step": 1}}, "extra: 'step' is not a free name"),
         ({"overwrite": True}, "overwrite"),

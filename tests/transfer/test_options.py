@@ -77,7 +77,7 @@ def test_a_value_that_is_no_choice_is_refused(kind):
     for refuse in (lambda o: o.check(), lambda o: o.agreed(), lambda o: o.encode("save")):
         with pytest.raises(ValidationError) as caught:
             refuse(More(kind=kind))
-        assert str(caught.value) == f"kind is 'one', 'two' or True; got {kind!r}"
+        assert str(caught.value) == f"kind is 'one', 'two' or True; got {kind!r}. Remedy (FC101): give one of these"
     for good in ("one", "two", True):
         More(kind=good).check()
 
