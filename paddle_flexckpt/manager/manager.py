@@ -393,7 +393,8 @@ class CheckpointManager:
             raise
         self._pending.doubtful |= report.skipped.keys() - whole
         self._schedule.note(report.step, saved=False)
-        self._run, self._continues, self._is_checked = None, (report.step, self._memory.note_restored(report)), False
+        run = self._memory.note_restored(report) or self._steps.run_of(report.step)
+        self._run, self._continues, self._is_checked = None, (report.step, run), False
         return report
 
     def all_steps(self) -> list[int]:

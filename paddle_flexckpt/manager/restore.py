@@ -120,14 +120,15 @@ class MisnamedError(ValidationError):
 
 
 def restore_checkpoint(
-    directory: Backend, step: int, comm: Communicator, targets: RestoreTargets, options: RestoreOptions
+    steps: StepDirectories, step: int, comm: Communicator, targets: RestoreTargets, options: RestoreOptions
 ) -> RestoreReport:
-    """Restore the checkpoint in a step's directory.
+    """Restore the checkpoint in a step's directory; the coordinator's ``steps`` know its run then.
 
     Raises:
         UnreadableCheckpointError: It has been removed meanwhile.
         CheckpointError: As of :func:`fill_run`.
     """
+    directory = steps.directory(step)
 
     def refuse(manifest: Manifest) -> str:
         if manifest.partial and options.fallback:
@@ -141,8 +142,10 @@ def restore_checkpoint(
         )
 
     context = f"cannot restore step {step} from {directory.path!r}"
-    held = hold_together(partial(_lock_manifest, directory), refuse, comm, context)
-    load, extra = fill_run(directory, held, comm, targets, options, context)
+    with hold_together(partial(_lock_manifest, directory), refuse, comm, context) as held:
+        load, extra = fill_run(directory, contextlib.nullcontext(held), comm, targets, options, context)
+        if comm.position == 0:
+            steps.look_at([step])
     return RestoreReport(step, directory.path, load, extra)
 
 
@@ -299,7 +302,7 @@ def list_candidates(
     order: Sequence[int], steps: StepDirectories, comm: Communicator, targets: RestoreTargets
 ) -> list[Candidate]:
     """Return the checkpoints of some steps in the root."""
-    return [Candidate(step, partial(restore_checkpoint, steps.directory(step), step, comm, targets)) for step in order]
+    return [Candidate(step, partial(restore_checkpoint, steps, step, comm, targets)) for step in order]
 
 
 class LostNodesError(CheckpointError):

@@ -105,14 +105,21 @@ class StepDirectories:
         This reads the first bytes of all manifests, and the records of new checkpoints.
         """
         trusted = {step for step, each in self._cache.items() if not each.problem}
-        known = self._look_at(self._listing.steps(trusted))
+        known = self.look_at(self._listing.steps(trusted))
         if trusted - known.keys():
-            known = self._look_at(self._listing.steps())  # a removed step may have been replaced by a new one meanwhile
+            known = self.look_at(self._listing.steps())  # a removed step may have been replaced by a new one meanwhile
         self._cache = known
         records = [each.record for each in known.values() if each.record is not None]
         return records, {step: each.problem for step, each in known.items() if each.problem}
 
-    def _look_at(self, steps: Sequence[int]) -> dict[int, _CachedStep]:
+    def run_of(self, step: int) -> str:
+        """Return the identity of the run that saved a step, as last read; "" if it has not been read, or has none."""
+        known = self._cache.get(step)
+        return known.record.run if known is not None and known.record is not None else ""
+
+    def look_at(self, steps: Sequence[int]) -> dict[int, _CachedStep]:
+        """Return what is known of the checkpoints of these steps, read anew where one has been saved again."""
+
         def look(step: int) -> _CachedStep | None:
             try:
                 return self._look(step)
@@ -196,7 +203,7 @@ class StepDirectories:
             )
         if not fallback:
             return order[:1], damaged
-        return of_one_run(self.path, order, _identities(self._look_at(order))), damaged
+        return of_one_run(self.path, order, _identities(self.look_at(order))), damaged
 
     def best(self, best: KeepBest | None, fallback: bool = False) -> tuple[list[int], dict[int, str]]:
         """Return steps by a metric, the best first, and the problems of damaged ones; errors as of :meth:`order`."""
@@ -219,7 +226,7 @@ class StepDirectories:
 
     def find_run(self, step: int, restored: Which | None, run: str = "") -> str:
         """Return the identity of the run that saves ``step`` first, now or later, as :func:`identify_run` does."""
-        known = self._look_at(self._listing.steps())
+        known = self.look_at(self._listing.steps())
         if restored is None and not known:
             self._listing.tell_of_new_run()
         return self._identify(known, step, restored, run)
@@ -238,7 +245,7 @@ class StepDirectories:
         Of higher steps of this run there is a warning: a later restore of the latest takes them.
         """
         self._own |= {*self._listing.directories()}
-        known = self._look_at(self._listing.steps())
+        known = self.look_at(self._listing.steps())
         self.run = run = self._identify(known, step, restored, run)
         left = [str(each) for each in _identities(known) if each > step]
         if left:

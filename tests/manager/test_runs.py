@@ -189,6 +189,17 @@ def test_the_same_run_is_never_asked(tmp_path, how, caplog):
     assert len(runs) == 1 and len(runs.pop()) == 16
 
 
+@pytest.mark.parametrize("which", [2000, "latest"])
+def test_the_run_is_that_of_the_restored_step_whatever_becomes_of_it(old, which):
+    run = record_of(old, 10).run
+    manager = manager_of(old)
+    assert restore(manager, which)[0] == 2000
+    for step in (10, 1000, 2000):
+        shutil.rmtree(directory_of(old, step))
+    save(manager, 2001)
+    assert record_of(old, 2001).run == run
+
+
 def test_a_run_that_goes_back_learns_that_its_higher_steps_come_first(tmp_path, caplog):
     manager = manager_of(tmp_path / "run")
     for step in (10, 20, 30):

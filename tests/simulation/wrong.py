@@ -277,10 +277,10 @@ def segment_is_free_at_once(right: Any) -> Any:
 
 
 def restores_alone(right: Any) -> Any:
-    def restore_checkpoint(directory: Any, step: Any, comm: Any, *arguments: Any) -> Any:
+    def restore_checkpoint(steps: Any, step: Any, comm: Any, *arguments: Any) -> Any:
         from paddle_flexckpt.ranks.communicator import SoloCommunicator
 
-        return right(directory, step, SoloCommunicator(comm.rank), *arguments)
+        return right(steps, step, SoloCommunicator(comm.rank), *arguments)
 
     return restore_checkpoint
 
