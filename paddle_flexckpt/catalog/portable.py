@@ -63,7 +63,8 @@ def _pack(value: Any, path: str, tensors: MutableMapping[str, Any] | None) -> An
         return {_TAG: "dict", "items": [[_pack(key, path, None), item] for key, item in packed]}
     if isinstance(value, (bytes, bytearray)):
         return {_TAG: "bytes", "data": base64.b64encode(value).decode()}
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+    is_array = isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray)
+    if is_array and value.dtype.kind in "biufc":
         return _pack_array(np.asarray(value), scalar=isinstance(value, np.generic))
     if tensors is not None and _is_tensor(value):
         if path in tensors:

@@ -277,7 +277,15 @@ def test_everything_is_a_tensor_with_a_name_and_text_is_json():
 
 @pytest.mark.parametrize(
     "value",
-    [object(), lambda: 0, {1, 2}, np.asarray([object()]), np.datetime64("2020-01-01"), {"a": [{"b": object()}]}],
+    [
+        object(),
+        lambda: 0,
+        {1, 2},
+        np.asarray([object()]),
+        np.ma.masked_array([1, 2], [0, 1]),
+        np.datetime64("2020-01-01"),
+        {"a": [{"b": object()}]},
+    ],
 )
 def test_what_is_not_portable_is_refused(value):
     with pytest.raises(fc.ValidationError, match=r"extra_state\.common\.more\.mine.*cannot be part of.*Remedy"):
