@@ -5,17 +5,21 @@ Tested in tests/manager/test_memory_tier.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from paddle_flexckpt.media.backend import Backend, write_file
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.opening import is_remote
 from paddle_flexckpt.native.directory import number_of
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.tools.memory_runs import is_run
+from paddle_flexckpt.tools.memory_runs import is_run, read_root
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -77,6 +81,38 @@ class AnchorFile:
             return Anchor(), "is not there"
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return Anchor(), f"cannot be understood: {error!r:.200}"
+
+    def other_root(self, run: str, directory: Backend) -> str:
+        """Return the root to which a run's steps in ``directory`` belong, if it is another one that is there; else "".
+
+        One of the two is a copy of the other then. A root that was moved is not there any more.
+        """
+        root = read_root(directory)
+        if root is None or root == self._root.path:
+            return ""
+        if is_remote(root) or not self._root.has_path:
+            return root  # stores do not move directories
+        with contextlib.suppress(OSError):
+            if AnchorFile(LocalBackend(root)).read()[0].run == run and not os.path.samefile(root, self._root.path):
+                return root
+        return ""
+
+    def explain_other(self, run: str, root: str) -> str:
+        """Return the text about a run's steps in memory that belong to another root."""
+        return (
+            f"the steps of run {run} in memory belong to {root}, and one of it and {self._root.path} is a copy of the "
+            "other. Remedy (FC507): give this run a MemoryTier in another directory; to go on from these steps, start "
+            f"the run in {root}"
+        )
+
+    def explain_others(self, others: Iterable[str], run: str) -> str:
+        """Return the text about other runs of this root that have steps in memory, beside ``run``."""
+        return (
+            f"the memory of the nodes has steps of other runs in {self._root.path}, {', '.join(sorted(others))}, which "
+            f"are passed over: run.json there names {run or 'no run'}. Remedy (FC507): to go on with one, write its "
+            'name to run.json before the first save, as {"run": "NAME"}; `flexckpt clean` lists them, and frees their '
+            "memory"
+        )
 
     def begin(self, left: Iterable[str] = ()) -> None:
         """Begin another start: what is saved from now on follows a restore, or nothing.

@@ -25,7 +25,7 @@ from paddle_flexckpt.manager.anchor import SAVES_OF_A_START, find_void, start_of
 from paddle_flexckpt.manager.manager_options import EVERY_STEP, ManagerOptions, StepOptions
 from paddle_flexckpt.manager.memory_restore import restore_from_memory, time_of
 from paddle_flexckpt.manager.memory_room import MemoryRoom, node_of
-from paddle_flexckpt.manager.memory_tier import MemoryTier, copies_on
+from paddle_flexckpt.manager.memory_tier import MemoryTier, copies_on, few_nodes
 from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.manager.policies import PreemptionSignals, SavePolicy, SaveSchedule, check_policies
 from paddle_flexckpt.manager.removal import UNIQUE_ID, name_of
@@ -51,7 +51,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class HeldError(CheckpointError):
-    """An error of a run whose steps in memory another process holds."""
+    """An error of a run whose steps in memory another process holds, or are those of another root."""
 
 
 class MemorySteps:
@@ -111,8 +111,7 @@ class MemorySteps:
     def find_steps(self, run: str | None, context: str) -> list[int]:
         """Return the steps of which any node has a manifest, the highest first. At most two collectives.
 
-        Steps of before the run went back are not among them.
-
+        Steps of before the run went back are not among them, and none are if they belong to another root.
         ``run`` is the run whose steps are wanted; None or "": the one that the root names.
         """
         if not self._exists:
@@ -136,12 +135,7 @@ class MemorySteps:
         if problem:
             self._warn(problem)
         if others:
-            self._warn(
-                f"the memory of the nodes has steps of other runs in {self._directories.path}, "
-                f"{', '.join(sorted(others))}, which are passed over: run.json there names "
-                f"{self.run or 'no run'}. Remedy (FC507): to go on with one, write its name to run.json before the "
-                'first save, as {"run": "NAME"}; `flexckpt clean` lists them, and frees their memory'
-            )
+            self._warn(self._directories.anchor.explain_others(others, self.run))
 
     def _warn(self, text: str) -> None:
         """Log a warning once, on one rank."""
@@ -153,11 +147,15 @@ class MemorySteps:
         """Return the steps of the run that count. One collective."""
 
         def look() -> tuple[None, bytes]:
-            return None, json.dumps([*numbers_in(self._run_directory()).items()]).encode()
+            directory = self._run_directory()
+            other = self._directories.anchor.other_root(self.run, directory)
+            return None, json.dumps([other, *numbers_in(directory).items()]).encode()
 
-        _, answers = self._comm.together(look, context)
-        self._starts = {}
-        for step, number in (each for answer in answers for each in json.loads(answer)):
+        told = [json.loads(answer) for answer in self._comm.together(look, context)[1]]
+        self._starts, others = {}, sorted({other for other, *_ in told} - {""})
+        if others:
+            self._warn(f"passed over: {self._directories.anchor.explain_other(self.run, others[0])}")
+        for step, number in (each for _, *steps in told for each in steps if not others):
             self._starts[step] = max(number // SAVES_OF_A_START, self._starts.get(step, 0))
         void = find_void(self._starts, self._later)
         for step, saved in sorted(void.items()):
@@ -355,22 +353,28 @@ class MemorySteps:
         """Take the lock of the run's directory on each node. One collective.
 
         Raises:
-            HeldError: Another process has it; the same on every rank.
+            HeldError: Another process, or another root, has it; the same on every rank.
         """
         self.release()
         directory = self._run_directory()
 
         def take() -> tuple[None, bytes]:
+            if other := self._directories.anchor.other_root(self.run, directory):
+                return None, json.dumps([False, "", other]).encode()
             directory.make_directory()
             with contextlib.suppress(CheckpointError):  # another rank of this node has it, or another process
                 self._lock, self._acts = directory.locks.take(), True
                 note_root(directory, self._directories.path)
-            return None, json.dumps([self._acts, node_of(self._tier.path)]).encode()
+            return None, json.dumps([self._acts, node_of(self._tier.path), ""]).encode()
 
         _, answers = self._comm.together(take, context)
         told = [json.loads(answer) for answer in answers]
-        served = {node for acts, node in told if acts}
-        unserved = [rank for rank, (_, node) in zip(self._comm.ranks, told) if node not in served]
+        others = sorted({other for *_, other in told} - {""})
+        if others:
+            self.release()
+            raise HeldError(f"{context}: {self._directories.anchor.explain_other(self.run, others[0])}")
+        served = {node for acts, node, _ in told if acts}
+        unserved = [rank for rank, (_, node, _) in zip(self._comm.ranks, told) if node not in served]
         if unserved:
             self.release()
             raise HeldError(
@@ -379,12 +383,8 @@ class MemorySteps:
                 "and start again"
             )
         self._held, self._nodes, self._is_tidy = self.run, len(served), False
-        wanted = self._tier.parity or self._tier.copies
-        if self._nodes < wanted and self._comm.position == 0:
-            logger.warning(
-                f"the memory tier is for {wanted} nodes or more, and the job has {self._nodes}: a step in memory has "
-                f"no more copies than that{', and does not survive the loss of the node' * (self._nodes == 1)}"
-            )
+        if self._comm.position == 0 and (few := few_nodes(self._tier, self._nodes)):
+            logger.warning(few)
 
     def check_room(self, describe: Callable[[], Mapping[str, Any]], context: str) -> None:
         """Check that the steps have room on each node, as :meth:`MemoryRoom.check` does."""

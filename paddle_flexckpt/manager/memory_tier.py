@@ -85,6 +85,17 @@ def copies_on(tier: MemoryTier, nodes: int) -> tuple[int, int | None]:
     return min(tier.copies, nodes), None
 
 
+def few_nodes(tier: MemoryTier, nodes: int) -> str:
+    """Return the warning about a job of fewer nodes than a tier is for; "" if there are enough."""
+    wanted = tier.parity or tier.copies
+    if nodes >= wanted:
+        return ""
+    return (
+        f"the memory tier is for {wanted} nodes or more, and the job has {nodes}: a step in memory has no more copies "
+        f"than that{', and does not survive the loss of the node' * (nodes == 1)}"
+    )
+
+
 def compared(tier: object) -> object:
     """Return what ranks compare of a tier."""
     return repr(replace(tier, path="/", limit=None)) if isinstance(tier, MemoryTier) else tier

@@ -384,6 +384,37 @@ def test_a_run_that_begins_beside_an_old_one_has_memory_of_its_own(saved):
     assert (one_of(saved.run(FOUR, looking))) == ([2], 2)
 
 
+def test_a_copy_of_a_root_neither_takes_nor_replaces_the_original_s_steps_in_memory(saved, caplog):
+    original, before = saved.root, files_in(saved.path / "node0")
+    saved.root = str(saved.path / "copy")
+    shutil.copytree(original, saved.root)
+    assert one_of(saved.run(FOUR, looking)) == ([10], 10)
+    assert f"belong to {original}, and one of it and {saved.root} is a copy" in caplog.text
+
+    def fork(manager, comm):
+        manager.restore(state=shards(comm, 0))
+        assert manager.should_save(12)
+        with provoked("manager/anchor.py", "give this run a MemoryTier in another directory; to go on from") as caught:
+            manager.save(12, state=shards(comm, 99), rng=False)
+        manager.__exit__(InterruptedError, None, None)
+        return str(caught.value)
+
+    assert "is a copy of the other" in one_of(saved.run(FOUR, fork))
+    assert files_in(saved.path / "node0") == before
+    # The remedies: other memory for the copy; and the original goes on with its own.
+    place, saved.path = saved.path, saved.path / "others"
+    assert one_of(saved.run(FOUR, after(10, train(12, 11))))[0] == [12]
+    saved.path, saved.root = place, original
+    assert one_of(saved.run(FOUR, resume())).step == 12
+
+
+def test_a_root_that_was_moved_has_its_steps_in_memory(nodes):
+    one_of(nodes.run(TWO, train(4)))
+    os.rename(nodes.root, nodes.path / "moved")
+    nodes.root = str(nodes.path / "moved")
+    assert one_of(nodes.run(TWO, looking)) == ([4], 4)
+
+
 @pytest.mark.parametrize("content", ["{}", "no JSON", '{"run": "../../etc"}', '{"run": "0123456789abcdef"}'])
 def test_an_anchor_of_nothing(saved, content, caplog):
     Path(saved.root, "run.json").write_text(content, "utf-8")
@@ -454,7 +485,7 @@ def test_memory_of_a_root_that_names_no_run_is_spoken_of(saved, caplog):
         assert one_of(saved.run(FOUR, looking)) == ([], None)
     (said,) = [text for text in caplog.messages if "which are passed over" in text]
     assert f"the memory of the nodes has steps of other runs in {saved.root}, {run}, " in said
-    advised("manager/memory_steps.py", "to go on with one, write its name to run.json", said)
+    advised("manager/anchor.py", "to go on with one, write its name to run.json", said)
     os.makedirs(saved.root)
     Path(saved.root, "run.json").write_text(json.dumps({"run": run}), "utf-8")
     caplog.clear()
