@@ -19,7 +19,7 @@ UNWRITABLE = (
     "Remedy (FC406): let this process write there (owner, permissions, a read-only mount, a file in the place of a "
     "directory), or give another path"
 )
-_REFUSED = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR))
+_REFUSED = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP))
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def write_small_files(trainer: Any, directory: Path) -> None:
 
     The trainer's own checkpoints also have ``training_args.bin``, a pickle that no trainer reads.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    open_backend(directory).make_directory()
     model = trainer.model
     for name, wanted in (("tokenizer", getattr(trainer.args, "save_tokenizer", True)), ("processing_class", True)):
         tokenizer: Any = getattr(trainer, name, None)

@@ -23,6 +23,7 @@ from pathlib import Path
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.manager.removal import try_lock
 from paddle_flexckpt.media.backend import exists, map_files
+from paddle_flexckpt.media.full_disks import writing
 from paddle_flexckpt.media.local import sync_path
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import is_complete
@@ -147,10 +148,12 @@ def mark_directory(directory: Path, step: int) -> None:
     """Make a directory, and mark it as one of this library.
 
     Raises:
+        ValidationError: A file has its name, or that of one above it.
         OSError: The file system refused.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / _MARKER).write_text(json.dumps({"version": 1, "step": step}) + "\n", encoding="utf-8")
+    open_backend(directory).make_directory()
+    with writing(str(directory / _MARKER)):
+        (directory / _MARKER).write_text(json.dumps({"version": 1, "step": step}) + "\n", encoding="utf-8")
 
 
 def is_flex(directory: str | os.PathLike[str]) -> bool:

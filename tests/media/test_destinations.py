@@ -92,7 +92,9 @@ def refuse(monkeypatch, number: int, call: str, part: str) -> None:
     monkeypatch.setattr(os, call, fail)
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR])
+@pytest.mark.parametrize(
+    "number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP]
+)
 @pytest.mark.parametrize("call", ["mkdir", "open"])
 def test_a_place_that_refuses_to_be_written_to(tmp_path, monkeypatch, number, call):
     """The error was the bare one of the system, without a remedy."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 
 import numpy as np
 import pytest
 
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.saving.saver import save_state_dict
-from paddle_flexckpt.trainer.directories import TrainerDirectories, is_usable, latest_checkpoint, step_of, to_rotate
+from paddle_flexckpt.trainer.directories import (
+    TrainerDirectories,
+    is_usable,
+    latest_checkpoint,
+    mark_directory,
+    step_of,
+    to_rotate,
+)
 
 
 def save(directories: TrainerDirectories, step: int) -> None:
@@ -104,3 +113,23 @@ def test_checkpoints_of_the_trainers_own_format_count(directories, tmp_path):
     os.makedirs(tmp_path / "checkpoint-7")
     assert directories.rotate(1, None) == [10, 20], "nobody knows what is in checkpoint-7"
     assert (tmp_path / "checkpoint-7").exists()
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "dangling", "loop/below", "n" * 300])
+def test_a_place_where_no_directory_can_be_made_is_told_with_a_remedy(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    for name, other in (("dangling", "nowhere"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(other)
+    with pytest.raises((ValidationError, OSError), match=r"Remedy \(FC406\)") as caught:
+        mark_directory(tmp_path / place, 1)
+    assert str(tmp_path / place.partition("/")[0]) in str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["os.mkdir", "pathlib.Path.write_text"])
+def test_an_output_directory_that_cannot_be_written_to_is_told_with_a_remedy(tmp_path, monkeypatch, call):
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(call, refuse)
+    with pytest.raises(OSError, match=rf"Permission denied: {re.escape(str(tmp_path))}.*Remedy \(FC406\)"):
+        mark_directory(tmp_path / "checkpoint-1", 1)
