@@ -1,4 +1,4 @@
-"""One problem for layers that a model has beyond those of its checkpoint, in place of one for each of their tensors.
+"""One problem for layers that a model has beyond those of its checkpoint, and one for shapes of all layers.
 
 Tested in tests/transfer/test_resolution.py and tests/manager/test_whole_run.py.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Problem
@@ -50,6 +51,37 @@ def by_layers(problems: Sequence[Problem], targets: Iterable[str], source: Itera
         ),
         *(each for each in problems if each.key not in further),
     ]
+
+
+def of_all_layers(problems: Sequence[Problem], source: Iterable[str]) -> list[Problem]:
+    """Return the problems, with one in place of those of shapes that differ in a layer's number alone.
+
+    Its key and statement have ``$LAYER_ID``. All layers of the source have it, as the statement would change them all.
+
+    Args:
+        problems: The problems of one rank's targets.
+        source: Keys of the source.
+    """
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for stack, number, end in (each for key in source for each in islice(numbered(key), 1)):
+        numbers.setdefault((stack, end), set()).add(number)
+    alike: dict[object, list[tuple[Problem, int]]] = {}
+    for position, each in enumerate(problems):
+        found = next(numbered(each.key or ""), None) if each.code == "FC205" else None
+        if found is None:
+            alike[position] = [(each, 0)]
+            continue
+        stack, number, end = found
+        key = f"{stack}$LAYER_ID.{end}"
+        shared = replace(
+            each, key=key, code="FC205", remedy=(each.remedy or "").replace(each.key or "", key), file=None
+        )
+        alike.setdefault(((stack, end), shared), []).append((each, number))
+    merged: list[Problem] = []
+    for kind, group in alike.items():
+        is_all = isinstance(kind, tuple) and len(group) > 1 and {number for _, number in group} == numbers.get(kind[0])
+        merged += [kind[1]] if isinstance(kind, tuple) and is_all else [each for each, _ in group]
+    return merged
 
 
 def _layers(keys: Iterable[str]) -> dict[str, set[int]]:

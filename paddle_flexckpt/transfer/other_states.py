@@ -11,7 +11,7 @@ from dataclasses import replace
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.optimizer_states import split_state
-from paddle_flexckpt.transfer.further_layers import by_layers
+from paddle_flexckpt.transfer.further_layers import by_layers, of_all_layers
 from paddle_flexckpt.transfer.problems import NO_KEY
 from paddle_flexckpt.transfer.state_kinds import NO_KINDS, kinds_of_two, state_of
 
@@ -31,7 +31,7 @@ def summarised(problems: Mapping[int, Problem], missing: set[int], targets: Cata
     if kinds is not None and all(lacking.values()) and {*lacking.values()} - NO_KINDS:
         kept = [problem for row, problem in problems.items() if row not in lacking]
         return [*kept, _whole(sorted(lacking), targets, *map(sorted, kinds))]
-    return by_layers(_grouped(problems, targets, known), targets.keys, source.keys)
+    return of_all_layers(by_layers(_grouped(problems, targets, known), targets.keys, source.keys), source.keys)
 
 
 def _whole(rows: Sequence[int], targets: Catalog, wanted: list[str], there: list[str]) -> Problem:

@@ -361,6 +361,18 @@ def test_another_shape_is_a_problem_that_names_the_file():
     )
 
 
+def test_a_shape_that_differs_in_all_layers_is_one_problem_with_one_statement():
+    names, statement = [f"h.{number}.w" for number in range(40)], "h.$LAYER_ID.w^T -> h.$LAYER_ID.w"
+    wanted, source = ([Part(name, shape) for name in names] for shape in ((6, 4), (4, 6)))
+    problem = the_refusal(solve, wanted, source)
+    assert (problem.key, problem.expected, problem.got) == ("h.$LAYER_ID.w", "[6, 4] (target)", "[4, 6] (source)")
+    assert f"add the AOA statement '{statement}'" in problem.remedy
+    assert len(solve(wanted, source, [statement]).filled) == 40
+    # The statement would change a layer that is right.
+    problems = refusal(solve, [Part("h.3.w", (4, 6)), *wanted[:3], *wanted[4:]], source)
+    assert {each.key for each in problems} == {*names} - {"h.3.w"}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cast_is_advised_where_it_is_done(dtype):
     others = [other for other in DTYPES if other != dtype]
