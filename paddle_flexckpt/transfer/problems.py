@@ -79,7 +79,11 @@ class Missing:
                 "nothing feeds a target", **where, got=why, code="FC604", remedy=None if "Remedy (" in why else remedy
             )
         nearest = self._nearest(key)
-        got = f"{len(names)} keys, among them {self._by_tail.get(_tail(key), names)[:3]}"
+        alike, layers = self._by_tail.get(_tail(key), []), re.findall(r"\d+", key)
+        if alike and self._searches:  # those of the same layer come first
+            self._searches -= 1
+            alike = sorted(alike, key=lambda name: re.findall(r"\d+", name) != layers)
+        got = f"{len(names)} keys, among them {(alike or names)[:3]}"
         if nearest:
             got = f"{len(names)} keys, the nearest of them {nearest}"
         if key in compatible.taken:

@@ -373,6 +373,11 @@ def test_a_shape_that_differs_in_all_layers_is_one_problem_with_one_statement():
     assert {each.key for each in problems} == {*names} - {"h.3.w"}
 
 
+def test_names_of_the_same_layer_are_told_first():
+    problem = the_refusal(solve, [Part("h.7.attention.q.weight")], keys(*(f"h.{n}.attn.q.weight" for n in range(9))))
+    assert "among them ['h.7.attn.q.weight', 'h.0.attn.q.weight', " in problem.got
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cast_is_advised_where_it_is_done(dtype):
     others = [other for other in DTYPES if other != dtype]
