@@ -43,11 +43,11 @@ PLACES = {"docs/index.md": "index.md", "README.md": "overview.md"}
 META = {
     "index.md": "hide: [navigation, toc]\nsearch: {boost: 0.5}",
     "overview.md": "search: {boost: 0.5}",
-    "docs/coming_from.md": "search: {boost: 1.2}",
+    "docs/coming_from.md": "tags: [no_dist]\nsearch: {boost: 1.2}",
     "docs/cpu.md": "search: {boost: 1.5}",
     # `check` is also how `checkpoint` begins, which all pages have.
-    "docs/guide.md": "tags: [Paddle, S3, changed, check, layer, part, rename, size, stage, stages, strategy, version, "
-    "who, world]\n"
+    "docs/guide.md": "tags: [Paddle, S3, changed, check, inference, layer, part, partial, rename, single, size, "
+    "some, stage, stages, strategy, version, who, world]\n"
     "search: {boost: 1.1}",
     "docs/aoa.md": "tags: [huggingface, lm_head, tie_word_embeddings, tied, torch, transpose]",
     "docs/cli.md": "tags: [bigger, disk, expected, size]",
@@ -56,10 +56,10 @@ META = {
     "docs/survive.md": "tags: [lost, memory, node]\nsearch: {boost: 1.2}",
     "docs/rehearsal.md": "tags: [estimate, long, time]",
     "docs/migration.md": "tags: [huggingface, migrate, pdparams, pytorch]\nsearch: {boost: 1.1}",
-    "docs/troubleshooting.md": "tags: [AdamW, AssertionError, changed, corrupted, crash, different, extra, found, "
-    "git, GPUs, hang, layers, learning, leftovers, lfs, mp_degree, mp_num, noticed, nranks, number, only, "
-    "PermissionError, pointer, rank, rate, renamed, repair, restored, rng, SGD, space, square, transposed, truncated, "
-    "unfinished, vocabulary, writing]\n"
+    "docs/troubleshooting.md": "tags: [AdamW, AssertionError, changed, corrupted, crash, different, directory, extra, "
+    "found, git, GPUs, hang, layers, learning, leftovers, lfs, mp_degree, mp_num, noticed, nranks, number, only, "
+    "PermissionError, pointer, rank, rate, renamed, repair, restored, rng, SGD, space, square, transposed, "
+    "truncated, unfinished, vocabulary, writing, wrong]\n"
     "search: {boost: 1.2}",
     # These answer few questions, with the words of many.
     **dict.fromkeys(

@@ -63,7 +63,7 @@ class CheckpointManager:
                 start = manager.restore(model=model, optimizer=optimizer, lr_scheduler=scheduler).step
             for step in range(start + 1, steps + 1):
                 train(step)
-                if manager.should_save(step):
+                if manager.should_save(step) or step == steps:
                     manager.save(step, model=model, optimizer=optimizer, lr_scheduler=scheduler)
                 if manager.should_stop:  # a rank received a preemption signal, and the step is saved
                     break

@@ -136,6 +136,23 @@ QUERIES = {
     "--model": "docs/model_rules/",
     "--format huggingface": "docs/migration/",
     "flexckpt convert --model llama": "docs/migration/",
+    "save only on rank 0": "docs/troubleshooting/",
+    "checkpoint resumed on wrong directory": "docs/troubleshooting/",
+    "load checkpoint without process group no_dist": "docs/api/shards/",
+    "load sharded checkpoint on single gpu for inference": "docs/guide/",
+    "dcp_to_torch_save convert to one file": "docs/coming_from/",
+    "keep only last 3 checkpoints": "docs/manager/",
+    "max_to_keep": "docs/coming_from/",
+    "merge_tensor_parallel unified checkpoint": "docs/coming_from/",
+    "wait_until_finished async save": "docs/manager/",
+    "strict false missing keys": "docs/troubleshooting/",
+    "partial restore only some parameters": "docs/guide/",
+    "change number of gpus when resuming": "docs/guide/",
+    "optimizer state not loaded after resume": "docs/troubleshooting/",
+    "save best model by metric": "docs/api/the-state-of-a-run/",
+    "restore dataloader state": "docs/manager/",
+    "sigterm preemption save checkpoint": "docs/manager/",
+    "new optimizer param group finetune from checkpoint": "docs/api/the-state-of-a-run/",
 }
 # By the text of an error that a reader pastes, the section that has to be the first result.
 PASTED = {

@@ -143,3 +143,16 @@ def test_whether_an_id_may_be_replaced_is_true_or_false(tmp_path):
     with pytest.raises(fc.ValidationError, match="overwrite"):
         fc.save_state_dict({"w": np.ones(4)}, tmp_path, SoloCommunicator(), overwrite="no")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_each_save_alone_to_one_path_do_not_replace_each_other(tmp_path):
+    """As with ``process_group="self"``: each gets an id of its own."""
+    for rank in (0, 1, 0):
+        report = fc.save_state_dict({"w": np.full(4, rank, np.float32)}, tmp_path, SoloCommunicator(rank))
+        assert not report.replaced
+    found = {}
+    for each in fc.list_checkpoints(tmp_path):
+        target = {"w": np.zeros(4, np.float32)}
+        fc.load_state_dict(target, tmp_path, SoloCommunicator(), unique_id=each.unique_id)
+        found[each.unique_id] = target["w"][0]
+    assert found == {0: 0, 1: 1, 2: 0}
