@@ -164,7 +164,7 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
         lines = lay_lines(part.catalog, group_replicas(part.catalog), part.place)
         items = lines.cut(share, before=before[each : each + 1])
         # All sets of replicas are alike.
-        noted[each] = b"+" + struct.pack("<Q", len(items.row) * cuts)
+        noted[each] = b"+" + struct.pack("<QQ", len(items.row) * cuts, items.bytes_in(part.catalog) * cuts)
         loads += np.bincount(part.place[items.row] // cuts, (items.stop - items.start) * 4, replicas)
         if each != place:
             compared = replicas_of(comm, part.catalog, lines.groups).beside(items, turn=0)
