@@ -7,11 +7,11 @@ import ctypes
 import fnmatch
 import os
 import resource
-import select
 import signal
 import socket
 import struct
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,7 @@ def kill(pid: int) -> None:
 def await_end(pidfd: int) -> None:
     """Waits until a process has ended; closes the descriptor."""
     try:
-        ready, _, _ = select.select([pidfd], [], [], PATIENCE_SECONDS)
+        ready = wait([pidfd], PATIENCE_SECONDS)
         assert ready, "the process goes on"
     finally:
         os.close(pidfd)
@@ -175,7 +175,7 @@ class Watch:
     def wait_for(self, name: str) -> None:
         """Waits until it has happened to a file of that name, a shell's pattern."""
         while True:
-            ready, _, _ = select.select([self._descriptor], [], [], PATIENCE_SECONDS)
+            ready = wait([self._descriptor], PATIENCE_SECONDS)
             assert ready, f"nothing happens to {name}"
             events = os.read(self._descriptor, 65536)
             while events:

@@ -6,9 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
-import select
 import socket
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ class Trainer:
 
     def hear(self) -> Any:
         """Return what the trainer tells; ``killed`` if it has gone."""
-        ready, _, _ = select.select([self], [], [], PATIENCE_SECONDS)
+        ready = wait([self], PATIENCE_SECONDS)
         assert ready, "a trainer does not end"
         line = self._stream.readline()
         return json.loads(line) if line else "killed"

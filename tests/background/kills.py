@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import re
-import select
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +98,7 @@ def _run(job: Job, path: Path, meanwhile: Callable[[], None]) -> tuple[list[str]
         meanwhile()
         # It may come late to its moment.
         is_struck, pid = False, victim.pids[job.kind]
-        while not job.is_killed and not select.select([victim], [], [], 0.02)[0]:
+        while not job.is_killed and not wait([victim], 0.02):
             if _state(pid) == "T":
                 is_struck = True
                 os.kill(pid, signal.SIGCONT)

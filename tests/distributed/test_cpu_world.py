@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ import sys
 import textwrap
 import threading
 import zlib
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -1103,7 +1103,7 @@ def test_workers_end_with_their_controller(tmp_path):
 
 def wait_for_end(pidfd, seconds):
     """Whether the process of a pidfd ends within so many seconds."""
-    return bool(select.select([pidfd], [], [], seconds)[0])
+    return bool(wait([pidfd], seconds))
 
 
 def alive(pid):

@@ -6,12 +6,12 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -69,7 +69,7 @@ class Browser:
     def _read(self, until: float) -> dict[str, Any]:
         while b"\0" not in self._rest:
             left = until - time.monotonic()
-            assert left > 0 and select.select([self._answers], [], [], left)[0], "the browser does not answer"
+            assert left > 0 and wait([self._answers], left), "the browser does not answer"
             got = os.read(self._answers, 1 << 20)
             assert got, "the browser has ended"
             self._rest += got

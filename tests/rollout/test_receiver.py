@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import struct
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from multiprocessing.connection import wait
 
 import numpy as np
 import pytest
@@ -93,7 +93,7 @@ def test_a_sender_that_waits_for_others_is_not_cut_off(receiver, monkeypatch):
     # A busy machine may need a part of a second for the greeting itself.
     monkeypatch.setattr(module, "GREETING_SECONDS", 1.0)
     sink = RemoteSink(receiver.address, b"s", FIRST)
-    assert select.select([sink._connection], [], [], 2.0)[0] == [], "the receiver has closed it"
+    assert wait([sink._connection], 2.0) == [], "the receiver has closed it"
     sink.write(bytes_region(0, 4), np.ones(4, np.uint8))
     sink.finish()
 
