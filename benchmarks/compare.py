@@ -98,6 +98,7 @@ CASES = {
     "two-bf16": Case(1024, ranks=2, dtype="bfloat16", others=("Paddle", "DCP"), pairs=3),
     "two-v2": Case(1024, ranks=2, source="flat", others=("Paddle",), pairs=3),
     "two-to-four": Case(1024, ranks=2, loading=4, others=("Paddle", "DCP"), pairs=3),
+    "four-64": Case(64, ranks=4, pairs=3),
     "four-1024": Case(1024, ranks=4, others=("Paddle", "DCP"), pairs=3),
     "four-publish": Case(64, ranks=4, loads=(), publish=True, pairs=9),
     # On disk.
@@ -300,7 +301,7 @@ class Comparison:
                 raise RuntimeError(f"{subject} loaded other values than were saved: {self._case.label}, {layout}")
         runs: dict[str, Callable[[], float]] = {
             **{subject: functools.partial(load, subject) for subject in subjects},
-            "full": functools.partial(load, "ours", verify="full"),
+            "unverified": functools.partial(load, "ours", verify="off"),
             "memcpy": lambda: self._order("memory", "copy", True, layout=layout),
         }
         # The first loads were those above.
@@ -381,8 +382,9 @@ def rows_of(case: Case, seconds: Mapping[str, Mapping[str, list[float]]]) -> lis
         for other, theirs in taken.items():
             if other == "raw":
                 rows.append(row(f"{what} / raw: {case.label}", ratios(theirs, ours), bound_to_raw(case, what)))
-            elif other == "full":
-                rows.append(row(f'{what}, verify="full" / without: {case.label}', ratios(ours, theirs), ">= 0.8"))
+            elif other == "unverified":
+                bound = {"load of columns": ">= 0.75" if case.ranks > 2 else ">= 0.8"}.get(what, "")
+                rows.append(row(f'{what}, verified / verify="off": {case.label}', ratios(theirs, ours), bound))
             elif other == "memcpy":
                 rows.append(row(f"{what} / memcpy: {case.label}", ratios(theirs, ours)))
             elif other.startswith("earlier"):

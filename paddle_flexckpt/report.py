@@ -175,8 +175,10 @@ class LoadReport(Report):
         kept: Targets that keep their values in whole or in part, by AOA statements.
         computed: Targets that were computed in whole or in part, by AOA statements.
         bytes_needed: Bytes of the pieces that fill this rank's targets.
-        bytes_read: Bytes of tensors read from files.
-        bytes_verified: The part of ``bytes_read`` whose checksums were compared.
+        bytes_read: Bytes of tensors copied out of files.
+        bytes_verified: Bytes of the blocks that were compared with their checksums, by this rank or, in the page cache
+            of its host, by another. A block that is hashed there for a part of it counts whole, and only the part in
+            ``bytes_read``.
         bytes_extra: The part of ``bytes_read`` that no target needed: the rest of blocks that were read whole to be
             verified, damaged blocks that were read again elsewhere, and gaps between ranges that share a request.
         bytes_copied: Bytes copied within this rank's memory.
@@ -366,7 +368,7 @@ class VerifyReport(Report):
         bytes_read: Bytes read of the data files, headers included.
         bytes_verified: Bytes of tensors that have the checksum they were written with.
         problems: All problems, in the order of the files; ``offset`` and ``end`` count from the start of the file.
-        recoverable: Whether a load with ``verify="full"`` still gives everything as it was saved: all that is damaged
+        recoverable: Whether a load still gives everything as it was saved: all that is damaged
             has intact replicas, or no load needs it.
         seconds: Wall time; ``total`` is all of it.
         has_checksums: Whether there are checksums to compare; other programs write none.

@@ -117,7 +117,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         "--verify",
         choices=("read", "full", "off"),
         default="read",
-        help="which bytes are compared with their checksums: blocks read whole (default), all, none",
+        help="compare all that is used with its checksums (default); so, but read blocks whole; or nothing",
     )
 
 

@@ -22,8 +22,11 @@ import xxhash
 from paddle_flexckpt.catalog import EXTRA_STATE
 from paddle_flexckpt.catalog.wire import encode_catalog, join, split
 from paddle_flexckpt.media.backend import Location, map_files
+from paddle_flexckpt.media.opening import place_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partitions import partition_of
+from paddle_flexckpt.native.verdicts import Verdicts
+from paddle_flexckpt.planning.exchange_plan import ReadPlan
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.transfer.files import Files
 from paddle_flexckpt.transfer.names import MASTER_STATE, counted_names
@@ -186,6 +189,28 @@ class DirectFiles(Files):
             all_names += names_of_rank
             flags.append(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(names_of_rank)))
         return all_names, np.concatenate(flags).astype(bool)
+
+    def reuse(self, task: Task, planned: ReadPlan) -> bytes:
+        """Do what the base class does; return where this rank's host notes the blocks that it has verified."""
+        super().reuse(task, planned)
+        backend, reader = self.directory.backend, self.reader
+        if self._comm.size == 1 or reader.checks is None:
+            return b""
+        self._verdicts = reader.checks.verdicts = Verdicts(len(self.manifest.checksums.values))
+        self.closing.callback(self._verdicts.close)
+        return join((place_of(backend).encode(), self._verdicts.address))
+
+    def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
+        """Meet the ranks of this host."""
+        self.set_addresses([*answers[0]])
+
+    def set_addresses(self, addresses: list[bytes]) -> bool:
+        """Share what is known of blocks with the ranks of this host that see the same directory."""
+        own = addresses[self._comm.position]
+        if own:
+            place = split(own)[0]
+            self._verdicts.share([split(each)[1] for each in addresses if each and split(each)[0] == place])
+        return True
 
     def _used_by_owner(self) -> dict[int, bytes]:
         """Return the keys that this rank uses, by position of the rank that is responsible for them.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,10 +37,8 @@ from paddle_flexckpt.media.backend import reading
 from paddle_flexckpt.planning.exchange_plan import ExchangePlan, ReadPlan
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
 from paddle_flexckpt.planning.readers import (
-    WORTH_IT,
     Sections,
     choose_readers,
-    estimate_seconds,
     find_wanted,
     match_sections,
     number_rounds,
@@ -56,6 +54,8 @@ from paddle_flexckpt.transfer.options import LoadOptions
 from paddle_flexckpt.transfer.source import Task
 
 _MOST_KEYS = 5
+# Ranks read together if for each byte that they need they would fetch at least so many.
+_WORTH_IT = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,21 +216,19 @@ class FilePeers(Peers):
         groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
         nobody = max(comm.ranks) + 1  # stands for a reader of sections that no rank can read
         matched = match_sections(stored, groups, targets, comm.size, block_bytes, task.maps, nobody)
-        sections, rows, alike, coverage, pieces = matched
+        sections, _, alike, coverage, pieces = matched
         place = _places(comm.ranks)[targets.rank]
-        wanted, nbytes = find_wanted(pieces, place, comm.size), rows.byte_length
+        wanted, nbytes = find_wanted(pieces, place, comm.size), sections.catalog.byte_length
         sight = None if self._found is None else self._found.sight(groups)
-        together = choose_readers(wanted, nbytes, comm.size, True, sight, sections.group)
-        self._choose(lambda: estimate_seconds(pieces, rows, place, together, comm.size, block_bytes))
+        self._choose(int(nbytes[wanted[0]].sum()), int(nbytes[np.unique(wanted[0])].sum()))
         if self.comm_method == "direct" and self._found is None:
             self.between_ranks = False
             self.files.prepare(task)
             return None
-        readers = together
-        if self.comm_method == "direct":
-            readers = choose_readers(wanted, nbytes, comm.size, False, sight, sections.group)
+        together = self.comm_method == "cooperative"
+        readers = choose_readers(wanted, nbytes, comm.size, together, sight, sections.group)
         self._take_rows(sections, readers, np.append(np.asarray(comm.ranks), nobody), groups, sight)
-        if self.comm_method == "direct":  # a section may have several rows
+        if not together:  # a section may have several rows
             alike = group_replicas(self.rows)
             coverage = validate_coverage(self.rows, alike)
         plan = plan_rank(ShardMatcher(self.rows, alike, coverage), targets, task, comm.rank, self._node)
@@ -243,8 +241,8 @@ class FilePeers(Peers):
         self._open_files(plan)
         return plan
 
-    def _choose(self, estimate: Callable[[], tuple[float, float]]) -> None:
-        """Choose by the options and by cost, the same on every rank."""
+    def _choose(self, fetched: int, needed: int) -> None:
+        """Choose by the options, and by the bytes that ranks would fetch alone, the same on every rank."""
         asked = self._options.reads
         self.comm_method, self.comm_reason = "cooperative", "asked for"
         if asked == "auto" and self._found is not None:
@@ -253,9 +251,8 @@ class FilePeers(Peers):
             why = "values are computed, and an exchange would hold all that they are computed from"
             self.comm_method, self.comm_reason = "direct", f"auto: {why}"
         elif asked == "auto":
-            alone, together = estimate()
-            self.comm_method = "cooperative" if together < WORTH_IT * alone else "direct"
-            self.comm_reason = f"auto: estimated {alone:.2f} s directly, {together:.2f} s together"
+            self.comm_method = "cooperative" if fetched >= _WORTH_IT * needed else "direct"
+            self.comm_reason = f"auto: alone, ranks would fetch {fetched} bytes of {needed}"
         elif asked == "direct":
             self.comm_method = "direct"
 
@@ -283,7 +280,7 @@ class FilePeers(Peers):
         Raises:
             CorruptCheckpointError: They have changed.
         """
-        reader = self._reader = self.files.open_reader(self._options.verify)
+        reader = self._reader = self.files.open_reader()
         used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
         rows = np.unique(np.concatenate(used))
         self._read_bytes = int(self.rows.byte_length[rows].sum())

@@ -318,7 +318,8 @@ def restore_first(
 ) -> tuple[RestoreReport, set[int]]:
     """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
-    A step that has lost its nodes is passed over in any case. Return the report, and the skipped steps whose directory
+    A step in memory that has lost its nodes is passed over in any case, and so is one that is damaged there if the root
+    has the step too. Return the report, and the skipped steps whose directory
     holds another step's intact checkpoint.
 
     ``skipped`` are steps that were ruled out before, with the reason.
@@ -331,6 +332,7 @@ def restore_first(
     skipped, full = dict(skipped), replace(options, strict=_strict_after_damage(options.strict))
     in_memory: dict[int, str] = {}
     is_touched = bool(skipped)
+    in_root = {each.step for each in candidates if not each.in_memory}
     for step, restore, is_in_memory in candidates:
         try:
             for attempt in range(1, _TRIES + 1):
@@ -343,7 +345,7 @@ def restore_first(
                     logger.info(f"another process has saved step {step} while it was restored: it is restored again")
         except (CorruptCheckpointError, UnreadableCheckpointError, MisnamedError, LostNodesError) as error:
             is_lost = isinstance(error, LostNodesError)
-            if not (options.fallback or is_lost):
+            if not (options.fallback or is_lost or (is_in_memory and step in in_root)):
                 raise
             if isinstance(error, MisnamedError) and not is_in_memory:
                 misnamed.add(step)

@@ -1,5 +1,9 @@
 """Read verified blocks of items, and values computed from them, from a replica that is undamaged.
 
+Nothing is read out of a block before the whole block has been compared with its checksum. On a file system a block that
+is needed in part is hashed in the page cache, once for all ranks of the host (:mod:`paddle_flexckpt.native.verdicts`);
+from an object store it is fetched whole.
+
 If a file or a block turns out to be damaged, the same bytes are read from a replica in another file, if the checkpoint
 has one. The block is then read again as a whole, so that nothing of the damaged one stays in the target.
 
@@ -21,6 +25,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.native.block_checks import BlockChecks
 from paddle_flexckpt.native.checksums import VerifyMode, hash_block, hash_blocks, verify_mode
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.read_planner import ReadPlanner
@@ -40,8 +45,8 @@ class Portions:
     Attributes:
         parts: The stretches.
         rows: int64 per stretch, the row that serves.
-        quick: bool per stretch: whether it may be read directly to its memory, in one request with others.
-        hashed: bool per stretch: whether it is a whole block, which is compared with its checksum.
+        whole: bool per stretch: whether it is a whole block.
+        hashed: bool per stretch: whether it is compared with its checksum when it has been read.
         expected: That checksum, per stretch.
         edges: The first stretch of each portion, and the number of stretches.
         runs: Where the stretches are in files.
@@ -51,14 +56,14 @@ class Portions:
         self,
         parts: Stretches,
         rows: np.ndarray,
-        quick: np.ndarray,
+        whole: np.ndarray,
         hashed: np.ndarray,
         expected: list[int],
         edges: list[int],
         runs: Runs,
     ) -> None:
         """Take the attributes."""
-        self.parts, self.rows, self.quick, self.hashed = parts, rows, quick, hashed
+        self.parts, self.rows, self.whole, self.hashed = parts, rows, whole, hashed
         self.expected, self.edges, self.runs = expected, edges, runs
         self.count = len(edges) - 1
         begin = parts.address - FIRST_ADDRESS
@@ -95,6 +100,7 @@ class BlockReader(ReadPlanner):
         files: The reader of the rows' bytes.
         choice: The choice of the row that serves an item.
         count: What has been read.
+        checks: The comparison of blocks that are needed in part, where they are in the page cache; None elsewhere.
     """
 
     def __init__(
@@ -112,13 +118,17 @@ class BlockReader(ReadPlanner):
                 "verify='full' cannot be kept. Remedy (FC101): load it with another mode, and save it again"
             )
         self.catalog = manifest.catalog
-        columns, is_full = (self.catalog.file, self.catalog.byte_offset, self.catalog.byte_length), mode == "full"
-        super().__init__(*columns, manifest.checksums.block_bytes, is_full and not manifest.foreign)
+        self._verify: VerifyMode = "off" if manifest.foreign else mode
+        columns = self.catalog.file, self.catalog.byte_offset, self.catalog.byte_length
+        # Blocks in the page cache are compared where they are. Others are fetched whole.
+        fetches = self._verify == "full" or (self._verify == "read" and not backend.has_path)
+        super().__init__(*columns, manifest.checksums.block_bytes, needs_blocks=fetches)
         self.files = RowFiles(backend, manifest)
         self.count = self.files.count
         self.choice = ReplicaChoice(backend, manifest, use_replicas)
+        in_place = self._verify == "read" and not fetches
+        self.checks = BlockChecks(manifest, self.files, self.choice.damaged) if in_place else None
         self._backend, self._manifest = backend, manifest
-        self._verify: VerifyMode = "off" if manifest.foreign else mode
         # Values that are computed at reading have no checksums.
         self._has_checksums = np.diff(manifest.checksums.first) > 0
         self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
@@ -181,18 +191,27 @@ class BlockReader(ReadPlanner):
             return row
         raise self.choice.error(failures, touched=False)
 
-    def needs_whole_blocks(self, row: int) -> bool:
-        """Return whether a row may not be read unverified: with ``verify="full"``, or once it is damaged."""
-        return self.needs_blocks or row in self.choice.damaged
+    def may_read_parts(self, rows: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Return bool per byte range of a row: whether it may be read as it is. If not, its blocks are read whole."""
+        fine = ~self.choice.are_damaged(rows)
+        if self.checks is not None:
+            fine &= self.checks.pass_over(rows, begin, end)
+        elif self._verify != "off":
+            fine &= ~self._has_checksums[rows]
+        return fine
+
+    def may_read_part(self, row: int, begin: int, end: int) -> bool:
+        """Return whether a byte range of a row may be read as it is."""
+        return bool(self.may_read_parts(*(np.asarray([each], dtype=np.int64) for each in (row, begin, end)))[0])
 
     def block_length(self, item: int, block: int) -> int:
         """Return the bytes of a block."""
         return min(self.block_bytes, int(self.byte_length[item]) - block * self.block_bytes)
 
-    def read_unverified(self, item: int, position: int, buffer: memoryview | np.ndarray) -> bool:
-        """Fill a buffer from a part of a block, which cannot be verified; False: the block has to be read whole."""
+    def read_part(self, item: int, position: int, buffer: memoryview | np.ndarray) -> bool:
+        """Fill a buffer from a part of a block; False: the block has to be read whole."""
         row = self.resolve(item)
-        if self.needs_whole_blocks(row):
+        if not self.may_read_part(row, position, position + len(buffer)):
             return False
         try:
             self.files.read(row, position, buffer)
@@ -256,7 +275,7 @@ class BlockReader(ReadPlanner):
         block, start = divmod(position, self.block_bytes)
         if len(buffer) == self.block_length(item, block):
             self.read_block(item, block, buffer)
-        elif not self.read_unverified(item, position, buffer):
+        elif not self.read_part(item, position, buffer):
             buffer[:] = self.keep_block(item, block, len(buffer))[start : start + len(buffer)]
 
     def read_parts(self, parts: Stretches) -> None:
@@ -268,14 +287,13 @@ class BlockReader(ReadPlanner):
         """Return the portions of stretches that are each of one block."""
         rows = self.choice.rows_serving(parts.item)
         whole = self._are_whole(parts)
-        quick = whole if self.needs_blocks else np.ones(len(parts), dtype=bool)
         hashed = whole & (self._verify != "off") & self._has_checksums[rows]
         expected = np.zeros(len(parts), dtype=object)
         number = parts.position[hashed] // self.block_bytes
         expected[hashed] = self._manifest.checksums.of_blocks(rows[hashed], number).tolist()
         edges, columns = self.divide(rows, parts)
         runs = Runs(*(column.tolist() for column in columns))
-        return Portions(parts, rows, quick, hashed, expected.tolist(), edges, runs)
+        return Portions(parts, rows, whole, hashed, expected.tolist(), edges, runs)
 
     def read_portion(self, portions: Portions, number: int, address: int = 0) -> None:
         """Fill memory with the stretches of a portion, and verify these. Threads may call this at the same time.
@@ -287,9 +305,16 @@ class BlockReader(ReadPlanner):
             OSError: The only copy cannot be read.
         """
         first, last = portions.edges[number : number + 2]
-        buffers, quick = portions.buffers(first, last, address), portions.quick[first:last]
+        buffers, rows = portions.buffers(first, last, address), portions.rows[first:last]
+        quick = portions.whole[first:last]
+        if not quick.all():
+            part = ~quick
+            begin = portions.parts.position[first:last][part]
+            end = begin + portions.parts.length[first:last][part]
+            quick = quick.copy()
+            quick[part] = self.may_read_parts(rows[part], begin, end)
         if self.choice.damaged:  # rows that are known to be damaged are not read any more
-            quick = quick & ~self.choice.are_damaged(portions.rows[first:last])
+            quick = quick & ~self.choice.are_damaged(rows)
         if not quick.all():
             self._read_one_by_one(portions, first, np.flatnonzero(~quick), buffers)
             left = np.flatnonzero(quick)

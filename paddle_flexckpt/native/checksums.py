@@ -26,8 +26,9 @@ def verify_mode(value: bool | str) -> VerifyMode:
     """Return the mode that an argument ``verify`` means.
 
     Args:
-        value: ``"read"`` or True: blocks that are read whole are compared with their checksums. ``"full"``: blocks of
-            which only a part is needed are read whole and compared as well. ``"off"`` or False: none are compared.
+        value: ``"read"`` or True: every block of which anything is needed is compared with its checksum, if it has one.
+            ``"full"``: blocks are fetched whole for that, and a checkpoint without checksums is refused. ``"off"`` or
+            False: none are compared.
 
     Raises:
         ValidationError: It is another value.

@@ -1,7 +1,6 @@
-"""Read exactly the bytes that strided copies need, from files into memory, verified where whole blocks pass.
+"""Read exactly the bytes that strided copies need, from verified blocks of files into memory.
 
-With ``verify="full"`` no byte reaches a target unverified: a block of which only a part is needed is read whole, and
-the part is copied out of it. The latest such blocks are cached, as the next run or the next target often continues
+A block that is fetched whole for a part of it is cached for a while, as the next run or the next target often continues
 there.
 
 Many copies come in columns (:mod:`paddle_flexckpt.native.stretches`), and several threads carry them out; special ones
@@ -10,6 +9,7 @@ are read one by one.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -100,10 +100,9 @@ class FileReader(BlockReader):
         one = AlikeCopies(form, dtype, *(np.asarray([each], dtype=np.int64) for each in (item, begin, address)))
         mapped = self.files.map(row) if one.outer else None
         if self.is_scattered(one, remote=mapped is None):
-            if mapped is None or self.needs_whole_blocks(row):
+            usable = functools.partial(self.may_read_part, row)
+            if mapped is None or not self.files.copy_mapped(mapped, row, copy, target, dtype, usable):
                 self._read_scattered(item, copy, target, dtype)
-            else:
-                self.files.copy_mapped(mapped, row, copy, target, dtype)
         elif target.dtype == dtype and one.is_straight:
             low, high = reach(copy.extents, copy.target_strides)
             if copy.target_base + low < 0 or copy.target_base + high >= len(target):
@@ -138,6 +137,8 @@ class FileReader(BlockReader):
         catalog = self.catalog
         rows = self.choice.rows_serving(copies.item)
         file, offset = catalog.file[rows], catalog.byte_offset[rows] + copies.position
+        first = copies.position + copies.low_bytes
+        end = first + copies.reach_bytes
         left = self.choice.are_damaged(rows)
         for number in np.unique(file[~left]).tolist():
             members = np.flatnonzero(~left & (file == number))
@@ -146,7 +147,12 @@ class FileReader(BlockReader):
                 left[members] = True
                 continue
             members = members[np.argsort(offset[members], kind="stable")]
-            self.files.copy_alike(mapped, offset[members], copies.take(members))
+
+            def usable(some: slice, members: np.ndarray = members) -> np.ndarray:
+                chosen = members[some]
+                return self.may_read_parts(rows[chosen], first[chosen], end[chosen])
+
+            left[members] = ~self.files.copy_alike(mapped, offset[members], copies.take(members), usable)
         return copies.take(left)
 
     def copy_from_blocks(self, needed: NeededBlocks) -> None:

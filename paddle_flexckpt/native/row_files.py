@@ -220,30 +220,63 @@ class RowFiles:
             if offset < end:
                 buffers = _behind(buffers, got)
 
-    def copy_alike(self, mapped: mmap.mmap, offset: np.ndarray, copies: AlikeCopies) -> None:
-        """Carry out strided copies of one form from a mapped file, at rising offsets, a bounded span at a time."""
+    def copy_alike(
+        self, mapped: mmap.mmap, offset: np.ndarray, copies: AlikeCopies, usable: Callable[[slice], np.ndarray]
+    ) -> np.ndarray:
+        """Carry out strided copies of one form from a mapped file, at rising offsets, a bounded span at a time.
+
+        Args:
+            mapped: The file.
+            offset: int64 per copy, the place of its first element in the file.
+            copies: The copies.
+            usable: Returns bool for each of some copies: whether it may be carried out.
+
+        Returns:
+            bool per copy: whether it was.
+        """
         copy, itemsize = copies.copy, copies.dtype.itemsize
         low, high = (each * itemsize for each in reach(copy.extents, copy.source_strides))
         first, end = offset + low, offset + high + itemsize
-        edges = [0]
+        edges, done = [0], np.zeros(len(offset), dtype=bool)
         while edges[-1] < len(offset):
             last = int(np.searchsorted(end, first[edges[-1]] + MAP_SPAN_BYTES, side="right"))
             edges.append(max(edges[-1] + 1, last))
 
         def work(number: int) -> None:
             some = slice(edges[number], edges[number + 1])
-            count = some.stop - some.start
-            copies.take(some).carry_out(mapped, offset[some])
+            done[some] = usable(some)
+            members = np.flatnonzero(done[some]) + some.start
+            copies.take(members).carry_out(mapped, offset[members])
             _give_back(mapped, int(first[some.start]), int(end[some.stop - 1]))
-            self.count.add(reads=count, bytes_read=copy.size * itemsize * count)
+            self.count.add(reads=len(members), bytes_read=copy.size * itemsize * len(members))
 
         self.threads.each(work, len(edges) - 1)
+        return done
 
-    def copy_mapped(self, mapped: mmap.mmap, row: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
+    def copy_mapped(
+        self,
+        mapped: mmap.mmap,
+        row: int,
+        copy: StridedCopy,
+        target: np.ndarray,
+        dtype: np.dtype,
+        usable: Callable[[int, int], bool],
+    ) -> bool:
         """Carry out a strided copy of short scattered runs from a mapped file, a bounded span of it at a time.
 
         This is one numpy call instead of a system call per run. The copy's outermost axis has the largest stride of the
         file; the target's storage is 1-D and contiguous; the dtype is the row's.
+
+        Args:
+            mapped: The file.
+            row: The row.
+            copy: What to copy.
+            target: The target's storage.
+            dtype: Of the row.
+            usable: Returns whether a range of the row's bytes may be read.
+
+        Returns:
+            Whether all of it was copied.
         """
         catalog = self._manifest.catalog
         begin, length = int(catalog.byte_offset[row]), int(self._byte_length[row])
@@ -252,16 +285,22 @@ class RowFiles:
         stride = copy.source_strides[0] * dtype.itemsize
         step = map_step(copy, dtype.itemsize)
         inner = copy.size // copy.extents[0]
-        begin += copy.source_base * dtype.itemsize
+        low, high = (each * dtype.itemsize for each in reach(copy.extents[1:], copy.source_strides[1:]))
+        start, refused = copy.source_base * dtype.itemsize, list[int]()
+        begin += start
 
         def work(number: int) -> None:
             first, last = number * step, min(copy.extents[0], (number + 1) * step)
+            if refused or not usable(start + first * stride + low, start + (last - 1) * stride + high + dtype.itemsize):
+                refused.append(number)
+                return
             for part in copy.part(first * inner, last * inner):
                 assign(part.scatter_into(target), part.gather_from(storage), row)
             self.count.add(reads=1, bytes_read=(last - first) * inner * dtype.itemsize)
             _give_back(mapped, begin + first * stride, begin + last * stride)
 
         self.threads.each(work, -(-copy.extents[0] // step))
+        return not refused
 
 
 def map_step(copy: StridedCopy, itemsize: int) -> int:

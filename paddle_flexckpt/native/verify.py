@@ -48,7 +48,7 @@ class Verification:
         tokens: Save tokens, by name, of files that seem to be of another save.
         lost_files: Files that a load refuses as a whole, by number.
         lost_blocks: By row, the item's blocks that differ from their checksums.
-        recoverable: Whether a load can read everything nonetheless: with ``verify="full"``, and from replicas.
+        recoverable: Whether a load can read everything nonetheless, from replicas.
     """
 
     problems: list[Problem] = field(default_factory=list)

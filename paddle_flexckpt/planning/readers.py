@@ -1,4 +1,4 @@
-"""Readers: which rank reads which section of a checkpoint for the ranks that want it, and whether that is faster.
+"""Readers: which rank reads which section of a checkpoint for the ranks that want it.
 
 A stored shard is cut into sections of whole blocks. Where ranks read together, one rank reads a section, once, and
 sends it to the others that want it. A rank reads sections that it wants itself, up to an equal share.
@@ -25,15 +25,6 @@ MOST_SECTION_BYTES = 8 << 20
 SECTIONS_OF_A_RANK = 100
 # Bytes of a round; it may read up to one section more.
 ROUND_BYTES = 8 << 20
-
-# Assumed, not measured: the bytes per second that one process reads from an object store, and that it sends to and
-# receives from other hosts. Only their ratio matters; it is chosen in favour of direct reads.
-READ_BYTES_PER_SECOND = 500e6
-LINK_BYTES_PER_SECOND = 1000e6
-# Seconds to agree on the plan and to connect.
-MEETING_SECONDS = 0.05
-# Reading together is chosen if its estimate is at most this share of the time: links may be slower than declared.
-WORTH_IT = 0.7
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,48 +223,6 @@ def number_rounds(reader: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
     rounds = np.zeros(len(order), dtype=np.int64)
     rounds[order] = before // ROUND_BYTES
     return rounds
-
-
-def estimate_seconds(
-    pieces: Pieces,
-    source: Catalog,
-    place: np.ndarray,
-    readers: tuple[np.ndarray, np.ndarray],
-    ranks: int,
-    block_bytes: int,
-) -> tuple[float, float]:
-    """Return the slowest rank's seconds from an object store: reading for itself, and reading together.
-
-    Args:
-        pieces: What fills the targets of all ranks; their sources are sections.
-        source: The sections.
-        place: int64 per row of the targets, the place of its rank in the group.
-        readers: One reader for each section, as of :func:`choose_readers`.
-        ranks: Number of ranks.
-        block_bytes: Short scattered runs are copied out of whole blocks of so many bytes.
-    """
-    itemsize = source.itemsize[pieces.source]
-    needed, target = pieces.size * itemsize, place[pieces.target]
-    run = np.ones(len(pieces), dtype=np.int64)
-    joined = np.ones(len(pieces), dtype=bool)
-    for axis in reversed(range(pieces.extents.shape[1])):
-        extent = pieces.extents[:, axis]
-        joined &= (extent == 1) | (pieces.source_strides[:, axis] == run)
-        run *= np.where(joined, extent, 1)
-    reach = (((pieces.extents - 1) * pieces.source_strides).sum(axis=1) + 1) * itemsize
-    runs = pieces.size // np.maximum(run, 1)
-    short = (runs > 1) & (run * itemsize < block_bytes)
-    fetched = np.where(short, np.minimum(reach, runs * block_bytes), needed)
-    reader = np.full(len(source), -1)
-    reader[readers[0]] = readers[1]
-    by = reader[pieces.source]
-    moved = needed * (by != target)
-    read = np.bincount(readers[1][readers[1] >= 0], source.byte_length[readers[0][readers[1] >= 0]], ranks)
-    known = by >= 0
-    link = np.maximum(np.bincount(target, moved, ranks), np.bincount(by[known], moved[known], ranks))
-    direct = float(np.bincount(target, fetched, ranks).max(initial=0)) / READ_BYTES_PER_SECOND
-    together = float(read.max(initial=0)) / READ_BYTES_PER_SECOND + float(link.max(initial=0)) / LINK_BYTES_PER_SECOND
-    return direct, together + MEETING_SECONDS
 
 
 def reads_of_rows(parts: list[Pieces]) -> Pieces:

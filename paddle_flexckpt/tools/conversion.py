@@ -196,8 +196,7 @@ def convert_checkpoint(
     One process converts, without Paddle. An interrupted conversion leaves its files, and the same call goes on with it.
     The destination becomes a checkpoint only at the end.
 
-    Fused parameters that statements do not touch get natural order. With bands of large tensors ``verify="read"`` is
-    ``"full"``.
+    Fused parameters that statements do not touch get natural order.
 
     Args:
         path: The checkpoint: a path, a URL, or what ``open_storage`` gives; or a file that is one.

@@ -50,8 +50,8 @@ def export_safetensors(
     operands of one tile of a computed one. With AOA statements, the tensors that they make and those that they do not
     touch are written; untouched fused parameters get natural order.
 
-    If any tensor is larger than 128 MiB, ``verify="read"`` is ``"full"``: bands end in the middle of blocks. Where rows
-    of such a tensor are columns of what is stored, as after ``^T``, all of that is read for each band.
+    Where rows of a tensor larger than 128 MiB are columns of what is stored, as after ``^T``, all of that is read for
+    each band.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.

@@ -27,15 +27,7 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
-from paddle_flexckpt.planning.readers import (
-    LINK_BYTES_PER_SECOND,
-    MEETING_SECONDS,
-    READ_BYTES_PER_SECOND,
-    choose_readers,
-    find_wanted,
-    match_sections,
-    reads_of_rows,
-)
+from paddle_flexckpt.planning.readers import choose_readers, find_wanted, match_sections, reads_of_rows
 from paddle_flexckpt.tools.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.transfer.files import Files, plan_reads
 from paddle_flexckpt.transfer.filling import Filling
@@ -51,6 +43,8 @@ from paddle_flexckpt.transfer.transfer import make_task
 ROWS_AT_ONCE = 1 << 19
 # If a load fails, the most ranks to check for all problems; of a larger job one rank of each kind.
 RANKS_ASKED = 1024
+# Assumed: bytes per second of a link between ranks over those that a rank reads, and seconds to agree and to connect.
+_LINK_SPEED, _MEETING_SECONDS = 2, 0.05
 # The ends of the names of columns of an object store, and the columns that these replace in an estimate.
 _IN_STORE = (("bytes", "bytes_read"), ("requests", "reads"))
 
@@ -83,7 +77,7 @@ def rehearse(
         by_source: Whether to report also the ranks that saved the bytes which each rank needs.
         object_store: Whether to count requests as if the checkpoint were in an object store; always if it is in one.
         bytes_per_second: The speed of one rank while all read; by default no time is estimated. Links between ranks
-            count as twice as fast, as in ``comm_method="auto"``.
+            count as twice as fast.
         request_seconds: The time that each read adds, where several threads read.
         notes: Assumptions about the layout, for the report.
 
@@ -112,10 +106,10 @@ def _seconds(report: RehearsalReport, rate: float, request: float) -> dict[str, 
     seconds = {"direct": max(each.seconds(rate, request) for each in report.ranks)}
     most = report.cooperative
     if most:
-        link = max(max(most["bytes_received"]), max(most["bytes_sent"])) * READ_BYTES_PER_SECOND / LINK_BYTES_PER_SECOND
+        link = max(max(most["bytes_received"]), max(most["bytes_sent"])) / _LINK_SPEED
         nbytes, count = (most.get(f"object_{name}", most[other]) for name, other in _IN_STORE)
         read = max(size / rate + made * request for size, made in zip(nbytes, count))
-        seconds["cooperative"] = read + link / rate + MEETING_SECONDS
+        seconds["cooperative"] = read + link / rate + _MEETING_SECONDS
     return seconds
 
 

@@ -19,7 +19,6 @@ from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
-from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
@@ -122,8 +121,7 @@ class Files(Source):
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Plan the reads, and check the files' headers and sizes."""
-        self.reuse(task, plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping))
-        return ()
+        return (self.reuse(task, plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping)),)
 
     def planned_reads(self) -> ReadPlan:
         """Return the reads."""
@@ -132,17 +130,14 @@ class Files(Source):
     def reuse(self, task: Task, planned: ReadPlan) -> bytes:
         """Use reads that were planned earlier, and check the files' headers and sizes."""
         self._plan = planned
-        verify = verify_mode(self._options.verify)
-        if verify == "read" and task.plan.band_of is not None and not self.manifest.foreign:
-            verify = "full"  # a block across two bands is never read whole, and would not be verified
-        self.open_reader(verify)
+        self.open_reader()
         with self._reading():
             self.reader.check_files(self._plan.pieces.source)
         return b""
 
-    def open_reader(self, verify: bool | VerifyMode) -> FileReader:
+    def open_reader(self) -> FileReader:
         """Open the reader of the checkpoint's files, and return it."""
-        reader = FileReader(self.directory.backend, self.manifest, verify, self._options.use_replicas)
+        reader = FileReader(self.directory.backend, self.manifest, self._options.verify, self._options.use_replicas)
         self.reader = self.closing.enter_context(reader)
         self._has_reader = True
         return reader

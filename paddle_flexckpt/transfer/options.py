@@ -236,12 +236,14 @@ class FileOptions(ProgressOptions):
 
     Attributes:
         unique_id: The checkpoint's id; None takes the highest.
-        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` also reads blocks whole
-            of which only a part is needed, so that every byte that reaches a target is verified; the report has the
-            extra bytes. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
+        verify: ``"read"`` compares every block of which anything is used with its checksum. A block that is needed in
+            part is hashed in the page cache, once for all ranks of the host; on an object store it is read whole.
+            ``"full"`` reads blocks whole everywhere, so that a disk's read error is an error and not the end of the
+            process, and refuses a checkpoint without checksums. ``"off"`` compares none. True and False mean
+            ``"read"`` and ``"off"``.
         use_replicas: Whether a replica (of a save with ``save_replicas=True``; of a load with ``storage="per_node"``
             another node's copy, too) is read in place of a damaged file or block; the report and a warning list them.
-            Only verified blocks are found to be damaged.
+            With ``verify="off"`` no block is found to be damaged.
     """
 
     unique_id: int | None = field(default=None, metadata=rule(may_differ=CHECKPOINT))
@@ -265,7 +267,7 @@ class LoadOptions(FileOptions, TransferOptions):
         comm_method: ``"direct"``: every rank reads the bytes that it needs. ``"cooperative"``: one rank reads bytes
             that several ranks need from storage, and sends them to the others through host memory; ranks read about the
             same number of bytes. The short runs of a column cut are read like this too. ``"auto"`` chooses
-            ``"cooperative"`` if it is clearly faster by estimate: on object stores, if ranks need much of the same and
+            ``"cooperative"`` on object stores, if ranks alone would fetch twice the bytes that they need together and
             compute no values; on file systems of the host it reads directly. Paddle's own names (``"broadcast"``,
             ``"send_recv"``, ``"multi_group_broadcast"``, ``"grouped_send_recv"``, ``"parallel_broadcast"``) mean
             ``"cooperative"``. The report has the choice and the reason. With ``storage="per_node"``, ranks that need

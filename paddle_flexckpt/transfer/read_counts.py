@@ -251,6 +251,9 @@ def count_announced(
     """
     piece, begin, end = ranges_of(pieces, source, block_bytes)
     row, of = pieces.source[piece], reader[piece]
+    # Blocks are fetched whole, to be verified.
+    begin = begin // block_bytes * block_bytes
+    end = np.minimum(-(-end // block_bytes) * block_bytes, source.byte_length[row])
     file, offset = source.file[row].astype(np.int64), source.byte_offset[row]
     made, whose = plan_for_readers(Wanted(file, offset + begin, offset + end), of)
     opened = np.unique(of * len(source.files) + file) // max(len(source.files), 1)

@@ -269,16 +269,10 @@ def test_auto_reads_directly_from_file_systems_of_the_host_without_a_further_col
     assert (alone.comm_method, alone.comm_reason) == ("direct", "there is one rank")
 
 
-def test_auto_on_an_object_store_goes_by_the_estimate(remote, monkeypatch):
-    reports = load(remote, "replicated", 4, "auto")
-    assert {report.comm_method for report in reports} == {"direct"}
-    assert reports[0].comm_reason == "auto: estimated 0.04 s directly, 0.08 s together"
-    assert total(reports, "bytes_read") == 4 * UNIQUE
-    # As if all of it were larger.
-    monkeypatch.setattr(readers, "MEETING_SECONDS", 0.0)
+def test_auto_on_an_object_store_goes_by_the_bytes_that_ranks_would_fetch(remote):
     reports = load(remote, "replicated", 4, "auto")
     assert {report.comm_method for report in reports} == {"cooperative"}
-    assert reports[0].comm_reason == "auto: estimated 0.04 s directly, 0.03 s together"
+    assert reports[0].comm_reason == f"auto: alone, ranks would fetch {4 * UNIQUE} bytes of {UNIQUE}"
     assert total(reports, "bytes_read") == UNIQUE
     # Nothing is wanted twice.
     assert {report.comm_method for report in load(remote, "rows", 4, "auto")} == {"direct"}
@@ -300,8 +294,7 @@ def test_what_is_read_of_an_object_store_is_announced_before(remote, monkeypatch
     assert sum(announced) == UNIQUE
 
 
-def test_auto_reads_directly_where_values_are_computed(remote, monkeypatch):
-    monkeypatch.setattr(readers, "MEETING_SECONDS", 0.0)
+def test_auto_reads_directly_where_values_are_computed(remote):
     config = {"aoa_statements": ["large -> large, dtype='int32'"]}
 
     def job(comm):

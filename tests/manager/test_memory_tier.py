@@ -522,11 +522,24 @@ def test_damage_is_passed_over_if_asked(saved):
     assert (report.step, report.tier, list(report.not_in_memory), report.skipped) == (10, "storage", [12], {})
 
 
-def test_damage_of_one_node_is_read_from_its_copies(saved):
+@pytest.mark.parametrize("strategy", ["rows", "columns"])
+@pytest.mark.parametrize("places", [FOUR, [0, 1, 2, 3], [0, 1, 2, 2, 3]], ids=len)
+def test_damage_of_one_node_is_read_from_its_copies(saved, strategy, places):
     for path in Path(saved.memory(1)).glob("*/step_*/*.safetensors"):
-        flip(path, path.stat().st_size - 1)
-    report = one_of(saved.run(FOUR, resume()))
+        for byte in (1, 700, 1400):
+            flip(path, path.stat().st_size - byte)
+    report = one_of(saved.run(places, resume(strategy)))
     assert (report.step, report.tier) == (12, "memory")
+
+
+@pytest.mark.parametrize("strategy", ["rows", "columns"])
+def test_damage_in_memory_is_made_good_from_the_same_step_in_the_root(nodes, strategy):
+    assert one_of(nodes.run(TWO, train(4), save_when=fc.SaveEvery(EVERY))) == [2, 4]
+    for node in TWO:
+        for path in Path(nodes.memory(node)).glob("*/step_*4/*.safetensors"):
+            flip(path, path.stat().st_size - 1)
+    report = one_of(nodes.run(TWO, resume(strategy)))
+    assert (report.step, report.tier, list(report.not_in_memory)) == (4, "storage", [4])
 
 
 def test_a_step_is_asked_for_by_its_number(saved):

@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from paddle_flexckpt.media.local import LocalBackend, LocalInputFile
 from tests.ramdisk import memory_directory
+
+
+def take_maps_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files read as those of an object store: blocks are fetched whole."""
+    monkeypatch.setattr(LocalBackend, "has_path", False)
+    monkeypatch.setattr(LocalInputFile, "memory_map", lambda file: None)
+
+
+@pytest.fixture
+def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_maps_away(monkeypatch)
 
 
 @pytest.fixture

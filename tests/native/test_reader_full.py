@@ -1,4 +1,4 @@
-"""Reading with ``verify="full"``: no byte reaches a target unverified, and what that costs is counted."""
+"""Blocks of which only a part is needed: no byte reaches a target unverified, and what that costs is counted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dty
 from paddle_flexckpt.native import block_reader, read_planner
 from paddle_flexckpt.native.checksums import verify_mode
 from paddle_flexckpt.native.reader import FileReader
+from tests.native.conftest import take_maps_away
 from tests.native.samples import flip, store, whole
 from tests.native.test_reader import Ranges, needed_mask, read_targets, whole_of
 from tests.property import examples
@@ -58,8 +59,9 @@ def test_every_touched_block_is_read_once_and_verified(min_pread, data):
     with memory_directory() as path, pytest.MonkeyPatch.context() as monkeypatch:
         stored = store(path, shards, block_bytes=16)
         monkeypatch.setattr(read_planner, "MIN_PREAD_BYTES", min_pread)
+        take_maps_away(monkeypatch)
         ranges = Ranges(monkeypatch)
-        (memory,), reader = read_targets(stored, [target], verify="full")
+        (memory,), reader = read_targets(stored, [target])
     assert memory.tobytes() == whole_of(stored, "w")[elements(target)].tobytes()
     expected = touched_blocks(stored, [target], 16)
     total = sum(int(mask.sum()) for mask in expected.values())
@@ -70,7 +72,35 @@ def test_every_touched_block_is_read_once_and_verified(min_pread, data):
     assert reader.count.bytes_extra == total - target.size * dtype_of(dtype).itemsize
 
 
-def test_a_flipped_bit_in_a_block_read_in_part_is_found_with_full_and_not_looked_at_with_read(tmp_path):
+@pytest.mark.parametrize("min_pread", [1, 16 << 10], ids=["preads", "maps"])
+@examples(150)
+@given(st.data())
+def test_a_flipped_bit_in_what_is_needed_is_found(min_pread, data):
+    pick = Pick.from_draw(data.draw)
+    shape, dtype = pick.shape(4, 6), pick.choice(("uint8", "bfloat16", "float32", "complex128"))
+    shards = [Shard("w", dtype, shape, o, box, None, i % 2) for i, (o, box) in enumerate(grid(pick, shape))]
+    shards.sort(key=lambda shard: shard.rank)
+    offset = tuple(pick.integer(0, extent - 1) for extent in shape)
+    box = tuple(pick.integer(1, extent - low) for low, extent in zip(offset, shape))
+    target = Shard("w", dtype, shape, offset, box, None, 0)
+    with memory_directory() as path, pytest.MonkeyPatch.context() as monkeypatch:
+        stored = store(path, shards, block_bytes=16)
+        monkeypatch.setattr(read_planner, "MIN_PREAD_BYTES", min_pread)
+        (memory,), reader = read_targets(stored, [target])
+        assert memory.tobytes() == whole_of(stored, "w")[elements(target)].tobytes()
+        assert reader.count.bytes_read == memory.nbytes
+        assert reader.count.bytes_extra == 0
+        needed = [(name, byte) for name, mask in needed_mask(stored, [target]).items() for byte in np.flatnonzero(mask)]
+        name, byte = needed[pick.integer(0, len(needed) - 1)]
+        flip(path / name, int(byte), pick.integer(0, 7))
+        with pytest.raises(CorruptCheckpointError, match="expected xxh3"):
+            read_targets(stored, [target])
+
+
+@pytest.mark.parametrize("maps", [True, False])
+def test_a_flipped_bit_in_a_block_of_which_a_part_is_needed_is_named(tmp_path, monkeypatch, maps):
+    if not maps:
+        take_maps_away(monkeypatch)
     rows, columns, block_bytes = 64, 40, 256
     stored = store(tmp_path, [whole("a", "uint8", (9,)), whole("w", "uint8", (rows, columns), 3)], block_bytes)
     begin = int(stored.manifest.catalog.byte_offset[1])
@@ -80,7 +110,7 @@ def test_a_flipped_bit_in_a_block_read_in_part_is_found_with_full_and_not_looked
         flip(path, begin + byte, byte % 8)
         target = np.zeros(rows * 3, dtype=np.uint8)
         with (
-            FileReader(str(tmp_path), stored.manifest, "full") as reader,
+            FileReader(str(tmp_path), stored.manifest) as reader,
             pytest.raises(CorruptCheckpointError) as caught,
         ):
             reader.read(1, column(5, 8, rows, columns), target)
@@ -93,27 +123,30 @@ def test_a_flipped_bit_in_a_block_read_in_part_is_found_with_full_and_not_looked
         assert (target.reshape(rows, 3)[clean] == expected[clean]).all()
         assert not target.reshape(rows, 3)[[r for r in range(rows) if r * columns + 5 >= block]].any()
         target = np.zeros(rows * 3, dtype=np.uint8)
-        with FileReader(str(tmp_path), stored.manifest, "read") as reader:
+        with FileReader(str(tmp_path), stored.manifest, "off") as reader:
             reader.read(1, column(5, 8, rows, columns), target)
         assert reader.count.bytes_verified == 0
         assert (target.reshape(rows, 3) != expected).sum() == (5 <= byte % columns < 8)
         flip(path, begin + byte, byte % 8)
 
 
-def test_the_edges_of_a_contiguous_read_are_read_whole(tmp_path):
+@pytest.mark.parametrize(("maps", "counts"), [(True, (550, 900, 0, 1)), (False, (900, 900, 350, 3))])
+def test_the_edges_of_a_contiguous_read_are_verified(tmp_path, monkeypatch, maps, counts):
+    if not maps:
+        take_maps_away(monkeypatch)
     stored = store(tmp_path, [whole("w", "uint8", (1000,))], block_bytes=300)
     target = np.zeros(1000, dtype=np.uint8)
-    with FileReader(str(tmp_path), stored.manifest, "full") as reader:
+    with FileReader(str(tmp_path), stored.manifest) as reader:
         reader.read(0, StridedCopy((550,), 250, (1,), 0, (1,)), target)  # 50 of block 0, all of 1, 200 of 2
     count = reader.count
-    assert (count.bytes_read, count.bytes_verified, count.bytes_extra, count.reads) == (900, 900, 350, 3)
+    assert (count.bytes_read, count.bytes_verified, count.bytes_extra, count.reads) == counts
     assert target[:550].tobytes() == stored.values[0][250:800].tobytes()
 
 
-def test_targets_that_share_blocks_read_them_once(tmp_path):
+def test_targets_that_share_blocks_read_them_once(tmp_path, unmapped):
     rows, columns = 64, 40
     stored = store(tmp_path, [whole("w", "uint8", (rows, columns))], block_bytes=256)  # 10 blocks
-    with FileReader(str(tmp_path), stored.manifest, "full") as reader:
+    with FileReader(str(tmp_path), stored.manifest) as reader:
         for low in range(0, columns, 10):
             target = np.zeros(rows * 10, dtype=np.uint8)
             reader.read(0, column(low, low + 10, rows, columns), target)
@@ -124,10 +157,10 @@ def test_targets_that_share_blocks_read_them_once(tmp_path):
     assert (reader.count.reads, reader.count.bytes_extra) == (10, 0)
 
 
-def test_kept_blocks_are_bounded(tmp_path, monkeypatch):
+def test_kept_blocks_are_bounded(tmp_path, monkeypatch, unmapped):
     monkeypatch.setattr(block_reader, "KEPT_BLOCKS", 2)
     stored = store(tmp_path, [whole("w", "uint8", (64, 40))], block_bytes=256)
-    with FileReader(str(tmp_path), stored.manifest, "full") as reader:
+    with FileReader(str(tmp_path), stored.manifest) as reader:
         for expected in (10, 20):
             target = np.zeros(64 * 3, dtype=np.uint8)
             reader.read(0, column(5, 8, 64, 40), target)
@@ -138,12 +171,12 @@ def test_kept_blocks_are_bounded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("order", [((3, 4), (1, 6)), ((4, 3), (6, 1)), ((3, 2, 4), (1, 0, 6))])
-def test_copies_in_another_order_than_the_files(tmp_path, order):
+def test_copies_in_another_order_than_the_files(tmp_path, order, unmapped):
     extents, strides = order
     stored = store(tmp_path, [whole("w", "int16", (5, 6))], block_bytes=8)
     copy = StridedCopy(extents, 7, strides, 0, tuple(math.prod(extents[i + 1 :]) for i in range(len(extents))))
     target = np.zeros(copy.size, dtype=np.float64)
-    with FileReader(str(tmp_path), stored.manifest, "full") as reader:
+    with FileReader(str(tmp_path), stored.manifest) as reader:
         reader.read(0, copy, target)
     assert (target.reshape(extents) == copy.gather_from(stored.values[0])).all()
     assert reader.count.bytes_read == reader.count.bytes_verified

@@ -7,12 +7,9 @@ import pytest
 
 from paddle_flexckpt.catalog import CatalogBuilder, concat, group_replicas
 from paddle_flexckpt.planning import readers as module
-from paddle_flexckpt.planning.matching import ShardMatcher
 from paddle_flexckpt.planning.readers import (
     choose_readers,
     cut_sections,
-    estimate_seconds,
-    find_wanted,
     number_rounds,
 )
 from paddle_flexckpt.planning.sights import Sight
@@ -146,47 +143,6 @@ def test_rounds_are_numbered_for_each_reader_and_bounded():
     for rank in range(7):
         assert (np.diff(rounds[reader == rank]) >= 0).all()
         assert np.bincount(rounds[reader == rank], nbytes[reader == rank]).max() <= module.ROUND_BYTES + 8 * MIB
-
-
-def estimate(targets, ranks, rows=16384):
-    """Seconds directly and together for a tensor of 4096 float32 columns, of which rank r wants ``targets(r)``."""
-    stored = catalog_of(0, whole("w", rows, 4096))
-    sections = cut_sections(stored, group_replicas(stored), ranks, MIB)
-    wanted = concat([catalog_of(rank, targets(rank)) for rank in range(ranks)])
-    pieces = ShardMatcher(sections.catalog).match(wanted)
-    place = wanted.rank.astype(np.int64)
-    pairs = find_wanted(pieces, place, ranks)
-    readers = choose_readers(pairs, sections.catalog.byte_length, ranks, True)
-    return estimate_seconds(pieces, sections.catalog, place, readers, ranks, MIB)
-
-
-def test_the_estimate_counts_what_the_busiest_rank_reads_and_moves():
-    nbytes = 16384 * 4096 * 4
-    read, link = module.READ_BYTES_PER_SECOND, module.LINK_BYTES_PER_SECOND
-    for ranks in (2, 4, 8):
-        direct, together = estimate(lambda rank: whole("w", 16384, 4096), ranks)
-        assert direct == nbytes / read
-        least = nbytes / ranks / read + nbytes * (ranks - 1) / ranks / link + module.MEETING_SECONDS
-        assert least <= together <= least * 1.02
-    # Rows: each rank reads its own, and nothing moves.
-    direct, together = estimate(lambda rank: ("w", (16384, 4096), (4096 * rank, 0), (4096, 4096), None), 4)
-    assert direct == nbytes / 4 / read
-    assert together == pytest.approx(direct + module.MEETING_SECONDS)
-    # Columns of 4 KiB runs: each would fetch all blocks, and three quarters of what it needs are read by others.
-    direct, together = estimate(lambda rank: ("w", (16384, 4096), (0, 1024 * rank), (16384, 1024), None), 4)
-    assert direct == pytest.approx(nbytes / read, rel=0.02)
-    assert together == pytest.approx(nbytes / 4 / read + nbytes / 4 * 0.75 / link + module.MEETING_SECONDS, rel=0.02)
-
-
-def test_what_is_chosen():
-    def chosen(ranks, rows=16384):
-        direct, together = estimate(lambda rank: whole("w", rows, 4096), ranks, rows)
-        return together < module.WORTH_IT * direct
-
-    # Of 256 MiB: two ranks gain too little, four enough. Of 1 MiB, nothing is gained.
-    assert [chosen(ranks) for ranks in (2, 4, 8, 16)] == [False, False, True, True]
-    assert chosen(4, 65536)
-    assert not chosen(8, 64)
 
 
 def test_a_hundred_thousand_sections_of_five_hundred_ranks_are_planned_in_seconds():

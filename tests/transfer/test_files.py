@@ -58,7 +58,7 @@ def test_exactly_what_is_needed_is_read(tmp_path):
     assert [array.tolist() for array in targets.memory.arrays] == [values[key].tolist() for key in "vw"]
     assert (report.source, report.unique_id, report.unexpected) == (str(tmp_path), 4, ["u"])
     assert report.bytes_needed == report.bytes_read == report.total_bytes == 8 * 8 + 24 * 4
-    assert 0 < report.bytes_verified <= report.bytes_read
+    assert report.bytes_verified == report.bytes_read
     assert (report.bytes_extra, report.replicas_used, report.peak_scratch_bytes) == (0, {}, 0)
     assert report.reads > 0
     # Devices have done what was begun before anything is touched; each copy goes back before the next is made.
@@ -67,16 +67,15 @@ def test_exactly_what_is_needed_is_read(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_part_is_read_alone_or_with_its_block(tmp_path):
+def test_a_part_is_read_alone_and_verified_with_its_block(tmp_path):
     values = values_of()
     save(tmp_path, values, world=1)
-    for verify, extra in (("read", 0), ("full", 24 * 4 - 3 * 4 * 4)):
+    for verify, extra, verified in (("read", 0, 24 * 4), ("full", 24 * 4 - 48, 24 * 4), ("off", 0, 0)):
         target = np.zeros((3, 4), np.float32)
         report = load(tmp_path, targets_of({"w": target}, parts={"w": ((6, 4), (2, 0))}), verify=verify)
         assert target.tolist() == values["w"][2:5].tolist()
-        assert (report.bytes_needed, report.bytes_extra) == (48, extra)
-        assert report.bytes_read == 48 + extra
-        assert report.bytes_verified == (48 + extra if extra else 0)
+        assert (report.bytes_needed, report.bytes_read, report.bytes_extra) == (48, 48 + extra, extra)
+        assert report.bytes_verified == verified
 
 
 def test_ranks_compare_which_checkpoint_they_read(tmp_path):
