@@ -159,6 +159,8 @@ test-damage: $(TEST_STAMP) ## damage a checkpoint 10,000 times; all of it has to
 	@$(BIN)/python -m tests.damage.campaign --count 10000 --jobs 2
 	@echo "[make] random damage to a checkpoint with two"
 	@$(BIN)/python -m tests.damage.campaign --count 3000 --replicas 2 --jobs 2
+	@echo "[make] flipped bits under other layouts"
+	@$(BIN)/python -m tests.damage.layouts --flips 500
 
 .PHONY: test-silence
 test-silence: $(TEST_STAMP) ## run 10,000 random strategies and callers' mistakes: each ends bit-equal or in an error
