@@ -18,7 +18,6 @@ import paddle_flexckpt as fc
 from benchmarks.harness import arguments, finish, row, turns
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.saving.shared_saves import SharedSave
-from paddle_flexckpt.transfer.files import Files
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,8 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tensors", type=int, default=1000)
     options = parser.parse_args(argv)
     medium: list[float] = []
-    for owner, name in ((SharedSave, "begin"), (Files, "open")):
-        time_calls(owner, name, medium)
+    time_calls(SharedSave, "begin", medium)
 
     def planning(call: Callable[[], Any]) -> float:
         """Return the milliseconds of planning in a call, whose report counts CPU time for once."""
@@ -43,7 +41,6 @@ def main(argv: list[str] | None = None) -> None:
             {
                 "a first save": lambda: planning(lambda: fc.save_state_dict(source, path, SoloCommunicator(), 0, 0)),
                 "a save": lambda: planning(lambda: fc.save_state_dict(source, path, comm, 0, 0)),
-                "a load": lambda: planning(lambda: fc.load_state_dict(target, path, comm)),
                 "a reshard by its plan": lambda: planning(plan.run),
             },
             options.pairs,

@@ -13,20 +13,17 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 
 from paddle_flexckpt.catalog import EXTRA_STATE
-from paddle_flexckpt.catalog.wire import encode_catalog, join, split
+from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.media.opening import place_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partitions import partition_of
 from paddle_flexckpt.native.verdicts import Verdicts
-from paddle_flexckpt.planning.exchange_plan import ReadPlan
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.transfer.files import Files
 from paddle_flexckpt.transfer.names import MASTER_STATE, counted_names
@@ -44,14 +41,11 @@ class _Part(NamedTuple):
         rows: The rows of the keys that it may need.
         numbers: int64 per key of these rows, its number among all keys of the checkpoint.
         names: All keys of the partition, if this rank is responsible for it; else None.
-        digest: A digest of all rows of the partition without the files' names, if this rank is responsible for it;
-            else nothing.
     """
 
     rows: Manifest
     numbers: np.ndarray
     names: tuple[str, ...] | None
-    digest: bytes
 
 
 class DirectFiles(Files):
@@ -77,7 +71,6 @@ class DirectFiles(Files):
         self._first_keys = () if options.aoa_config is None else None
         self._shared: Manifest | None = None
         self._names: dict[int, tuple[str, ...]] = {}
-        self._digests: list[bytes] = []
 
     def want(self, targets: Targets) -> None:
         """Read the partitions of the keys that targets may be filled from, and those that are this rank's own."""
@@ -94,7 +87,6 @@ class DirectFiles(Files):
         rows = [part.rows for part in parts.values() if len(part.rows.catalog)]
         self._take(merge_rows(self._shared, rows), [part.numbers for part in parts.values()])
         self._names = {number: part.names for number, part in parts.items() if part.names is not None}
-        self._digests = [part.digest for part in parts.values()]
         known, counted = {*self.catalog.keys}, {*counted_names(targets.catalog)}
         for key, aliases in zip(targets.catalog.keys, targets.aliases):
             is_there = key in known or not known.isdisjoint(aliases if self._asked.tied_names else ())
@@ -129,10 +121,7 @@ class DirectFiles(Files):
             rows = np.flatnonzero(chosen[catalog.key])
             # In the order of the keys of these rows.
             kept, numbers = all_rows.take(rows), first[number] + np.unique(catalog.key[rows])
-            if number not in own:
-                return _Part(kept, numbers, None, b"")
-            digest = xxhash.xxh3_128_digest(encode_catalog(replace(catalog, files=())))
-            return _Part(kept, numbers, catalog.keys, digest)
+            return _Part(kept, numbers, catalog.keys if number in own else None)
 
         numbers = sorted({*own, *partition_of(sorted(wanted), count).tolist()})
         return dict(zip(numbers, map_files(backend, read, numbers)))
@@ -151,10 +140,6 @@ class DirectFiles(Files):
             manifest = read_rows(self.directory.backend, self._shared)
         self._take(manifest, [np.arange(len(manifest.catalog.keys))])
         return True
-
-    def describe(self) -> bytes:
-        """Return this rank's rows, and a digest of each partition of its own: those of all ranks describe all rows."""
-        return join((super().describe(), *self._digests))
 
     def used(self, task: Task) -> bytes:
         """Return nothing where each rank sends the keys that it uses to the ranks responsible for them."""
@@ -190,27 +175,25 @@ class DirectFiles(Files):
             flags.append(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(names_of_rank)))
         return all_names, np.concatenate(flags).astype(bool)
 
-    def reuse(self, task: Task, planned: ReadPlan) -> bytes:
-        """Do what the base class does; return where this rank's host notes the blocks that it has verified."""
-        super().reuse(task, planned)
-        backend, reader = self.directory.backend, self.reader
-        if self._comm.size == 1 or reader.checks is None:
-            return b""
-        self._verdicts = reader.checks.verdicts = Verdicts(len(self.manifest.checksums.values))
+    def prepare(self, task: Task) -> tuple[bytes, ...]:
+        """Do what the base class does; return the place of the directory, and where blocks are noted that are verified.
+
+        Both are empty if there is nobody to share them with.
+        """
+        super().prepare(task)
+        checks = self.reader.checks
+        if self._comm.size == 1 or checks is None:
+            return b"", b""
+        self._verdicts = checks.verdicts = Verdicts(len(self.manifest.checksums.values))
         self.closing.callback(self._verdicts.close)
-        return join((place_of(backend).encode(), self._verdicts.address))
+        return place_of(self.directory.backend).encode(), self._verdicts.address
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
-        """Meet the ranks of this host."""
-        self.set_addresses([*answers[0]])
-
-    def set_addresses(self, addresses: list[bytes]) -> bool:
         """Share what is known of blocks with the ranks of this host that see the same directory."""
-        own = addresses[self._comm.position]
+        places, addresses = answers
+        own = places[self._comm.position]
         if own:
-            place = split(own)[0]
-            self._verdicts.share([split(each)[1] for each in addresses if each and split(each)[0] == place])
-        return True
+            self._verdicts.share([address for place, address in zip(places, addresses) if place == own])
 
     def _used_by_owner(self) -> dict[int, bytes]:
         """Return the keys that this rank uses, by position of the rank that is responsible for them.

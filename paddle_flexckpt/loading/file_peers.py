@@ -11,10 +11,9 @@ Tested in tests/saving/test_nodes.py and tests/loading/test_cooperative.py.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from paddle_flexckpt.loading.node_files import Found
 from paddle_flexckpt.loading.peers import Peers, plan_rank
 from paddle_flexckpt.loading.relay import Relay
 from paddle_flexckpt.media.backend import reading
-from paddle_flexckpt.planning.exchange_plan import ExchangePlan, ReadPlan
+from paddle_flexckpt.planning.exchange_plan import ExchangePlan
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
 from paddle_flexckpt.planning.readers import (
     Sections,
@@ -58,51 +57,6 @@ _MOST_KEYS = 5
 _WORTH_IT = 2
 
 
-@dataclass(frozen=True, eq=False)
-class RowReads:
-    """The sections that ranks read for each other, as rows of an exchange, and one rank's part in it.
-
-    Attributes:
-        rows: A section for each, with the rank that reads it.
-        item: int64 per row, the stored shard that it is read from.
-        start: int64 per row, its first element in that.
-        round: int64 per row, the round in which its reader reads and sends it.
-        exchange: The copies, sends and receives of this rank.
-    """
-
-    rows: Catalog
-    item: np.ndarray
-    start: np.ndarray
-    round: np.ndarray
-    exchange: ExchangePlan
-
-    @property
-    def nbytes(self) -> int:
-        """Return about how many bytes it takes."""
-        tables = self.rows, self.item, self.start, self.round, self.exchange
-        return sum([table.nbytes for table in tables])
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedReads:
-    """A plan of the reads of all ranks, and the reads of one of them.
-
-    Attributes:
-        comm_method: As of :class:`LoadReport`.
-        comm_reason: As of :class:`LoadReport`.
-        reads: The rank's reads, for itself alone or for others too.
-    """
-
-    comm_method: str
-    comm_reason: str
-    reads: ReadPlan | RowReads
-
-    @property
-    def nbytes(self) -> int:
-        """Return about how many bytes it takes."""
-        return self.reads.nbytes
-
-
 class FilePeers(Peers):
     """The files of a checkpoint, of which each rank reads a part and receives the rest.
 
@@ -113,7 +67,6 @@ class FilePeers(Peers):
     """
 
     comm_method = comm_reason = ""
-    caches_plans = True
 
     def __init__(
         self, comm: Communicator, files: Files, options: LoadOptions, context: str, found: Found | None = None
@@ -170,38 +123,6 @@ class FilePeers(Peers):
         if self.relay is not None:
             addresses, self.relay.addresses = map(list, zip(*map(split, addresses)))
         super()._set_addresses(addresses)
-
-    def describe(self) -> bytes:
-        """Return the inputs of a plan: the shards, the length of a block, this rank's node, and what each rank sees."""
-        inputs: list[Any] = [self.files.manifest.checksums.block_bytes, self._place]
-        if self._found is not None:
-            inputs += [self._found.view.tolist(), [each.tolist() for each in self._found.files]]
-            inputs += [[view, sorted(each)] for view, each in sorted(self._found.damaged.items())]
-        return join((super().describe(), json.dumps(inputs).encode()))
-
-    def planned_reads(self) -> PlannedReads:
-        """Return the planned reads, to be cached."""
-        if self._plan is None:
-            return PlannedReads(self.comm_method, self.comm_reason, self.files.planned_reads())
-        rows = replace(self.rows, files=())
-        reads = RowReads(rows, self._item, self._start, self._round, self._plan)
-        return PlannedReads(self.comm_method, self.comm_reason, reads)
-
-    def reuse(self, task: Task, planned: PlannedReads) -> bytes:
-        """Use planned reads again: check the files that this rank reads, and return this rank's address."""
-        self.comm_method, self.comm_reason, reads = planned.comm_method, planned.comm_reason, planned.reads
-        if isinstance(reads, ReadPlan):
-            return self.files.reuse(task, reads)
-        self._wait_for_devices(task)
-        self.rows, self._item, self._start, self._round = reads.rows, reads.item, reads.start, reads.round
-        self._plan, self._on_device = reads.exchange, None
-        self._open_files(reads.exchange)
-        return self._address
-
-    def set_addresses(self, addresses: list[bytes]) -> bool:
-        """Record the addresses of the other ranks, if any send each other data."""
-        self.between_ranks = self._plan is not None
-        return super().set_addresses(addresses)
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Choose the reader of each section, and plan the messages between ranks."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
-from paddle_flexckpt.communication.group_communicators import communicator_for, plans_of
+from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.loading.direct_files import DirectFiles
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.media.opening import is_remote, shown
@@ -116,7 +116,7 @@ def _load(state_dict: Mapping[str, Any], path: Location, process_group: Any, opt
     describe = functools.partial(describe_targets, state_dict, comm.rank)
 
     def load_from(source: Source) -> LoadReport:
-        return Transfer(comm, source, describe, options, _CALL, context, begin, plans_of(comm)).run()
+        return Transfer(comm, source, describe, options, _CALL, context, begin).run()
 
     if options.storage == "per_node" and options.load_transform is None:
         return _load_from_nodes(comm, path, options, context, load_from)

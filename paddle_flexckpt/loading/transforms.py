@@ -33,7 +33,6 @@ from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.planning.exchange_plan import ReadPlan
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.tools.whole_tensors import AS_STORED
 from paddle_flexckpt.transfer.files import Files
@@ -154,14 +153,14 @@ class TransformedFiles(Files):
         self.catalog = self.manifest.catalog
         return {**description, "load_transform": made.digest}
 
-    def reuse(self, task: Task, planned: ReadPlan) -> bytes:
+    def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Do what the base class does; also make the first tensor, to find errors before a target changes."""
-        address = super().reuse(task, planned)
-        pieces = planned.pieces.take(np.flatnonzero(self.catalog.file[planned.pieces.source] == self._made.file))
+        message, pieces = super().prepare(task), self.planned.pieces
+        pieces = pieces.take(np.flatnonzero(self.catalog.file[pieces.source] == self._made.file))
         self._made.bytes_needed = int((pieces.size * self.catalog.itemsize[pieces.source]).sum())
         if len(pieces):
             self._made.make(self.catalog.key_name(int(pieces.source[0])))
-        return address
+        return message
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read and make; the report counts the sources as read."""

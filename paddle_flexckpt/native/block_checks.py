@@ -2,6 +2,8 @@
 
 A file's page cache is the same for all ranks of a host, which share what they have found
 (:mod:`paddle_flexckpt.native.verdicts`).
+
+Tested in tests/native/test_verdicts.py and tests/native/test_reader_full.py.
 """
 
 from __future__ import annotations

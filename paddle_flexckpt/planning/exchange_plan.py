@@ -41,13 +41,6 @@ class ExchangePlan:
     relays: dict[int, Pieces] = field(default_factory=dict)
     relayed: dict[int, Pieces] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Return about how many bytes it takes."""
-        sides = self.outgoing, self.incoming, self.relays, self.relayed
-        parts = [self.local, self.repeated, *(pieces for side in sides for pieces in side.values())]
-        return sum([part.nbytes for part in parts])
-
 
 def plan_exchange(
     matcher: ShardMatcher,
@@ -192,11 +185,6 @@ class ReadPlan:
 
     pieces: Pieces
     needed_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Return about how many bytes it takes."""
-        return self.pieces.nbytes
 
 
 def plan_read(

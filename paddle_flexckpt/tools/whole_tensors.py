@@ -178,7 +178,7 @@ class PartReader:
 
     def meter(self, phase: str) -> Meter:
         """Return a meter of a phase, on which everything counts that is read from now on."""
-        meter = self._options.meter(phase, self._files.planned_reads().needed_bytes)
+        meter = self._options.meter(phase, self._files.planned.needed_bytes)
         self._files.reader.tell(meter)
         return meter
 

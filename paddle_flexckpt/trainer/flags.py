@@ -77,7 +77,9 @@ class FlexTrainingArguments:
         None,
         "With flex_async_save: the most memory for the copy, at least 67108864; the save then waits for writes.",
     )
-    flex_verify: str = _flag("read", "Checksums on load. read: of all that is used. full: so, blocks are read whole. off: none.")
+    flex_verify: str = _flag(
+        "read", "Checksums on load. read: of all that is used. full: blocks are read whole besides. off: none."
+    )
     flex_strict: str = _flag(
         "missing",
         "Errors on load. missing: a tensor that the checkpoint lacks. unexpected: a tensor that only the checkpoint "

@@ -18,10 +18,9 @@ Result = TypeVar("Result")
 # The most views that an error lists.
 _MOST = 8
 # A message may begin with this in place of a call's options: they are the same as in the earlier call.
-BRIEF_SAVE, BRIEF_LOAD, BRIEF_RUN, BRIEF_PUSH = b"\0s", b"\0l", b"\0r", b"\0p"
+BRIEF_SAVE, BRIEF_RUN, BRIEF_PUSH = b"\0s", b"\0r", b"\0p"
 _BRIEF = {
     BRIEF_SAVE: "save_state_dict",
-    BRIEF_LOAD: "load_state_dict",
     BRIEF_RUN: "ReshardPlan.run",
     BRIEF_PUSH: "WeightChannel.push",
 }

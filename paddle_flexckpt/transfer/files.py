@@ -43,12 +43,13 @@ class Files(Source):
         directory: The checkpoint's directory; set by :meth:`open`.
         manifest: Its manifest; likewise.
         reader: The reader of its files; set by :meth:`open_reader`.
+        planned: The reads of this rank; set by :meth:`prepare`.
     """
 
     directory: CheckpointDirectory
     manifest: Manifest
     reader: FileReader
-    caches_plans = True
+    planned: ReadPlan
     # The keys whose rows ``open`` reads of a manifest in partitions; None: all.
     _first_keys: Sequence[str] | None = None
     _has_reader = False
@@ -121,19 +122,11 @@ class Files(Source):
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Plan the reads, and check the files' headers and sizes."""
-        return (self.reuse(task, plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping)),)
-
-    def planned_reads(self) -> ReadPlan:
-        """Return the reads."""
-        return self._plan
-
-    def reuse(self, task: Task, planned: ReadPlan) -> bytes:
-        """Use reads that were planned earlier, and check the files' headers and sizes."""
-        self._plan = planned
+        self.planned = plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping)
         self.open_reader()
         with self._reading():
-            self.reader.check_files(self._plan.pieces.source)
-        return b""
+            self.reader.check_files(self.planned.pieces.source)
+        return ()
 
     def open_reader(self) -> FileReader:
         """Open the reader of the checkpoint's files, and return it."""
@@ -144,12 +137,12 @@ class Files(Source):
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute the computed values."""
-        meter = self._options.meter("read", self._plan.needed_bytes)
+        meter = self._options.meter("read", self.planned.needed_bytes)
         self.reader.tell(meter)
         for row in self.fill(task):
             task.memory.filled(row)
         meter.finish()
-        counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self.peak_scratch_bytes}
+        counts = {"bytes_needed": self.planned.needed_bytes, "peak_scratch_bytes": self.peak_scratch_bytes}
         method = {"comm_method": "direct", "comm_reason": self._reason}
         return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **method}
 
@@ -174,20 +167,20 @@ class Files(Source):
     def fill(self, task: Task) -> Iterator[int]:
         """Fill the targets; if memory holds one at a time, yield the row of each before the next begins."""
         task.memory.wait()
-        self._filling = Filling(task.plan, task.memory, self._plan.pieces.target)
+        self._filling = Filling(task.plan, task.memory, self.planned.pieces.target)
         if self.reader.files.reads_ahead:
             from paddle_flexckpt.transfer.announcing import announce
 
             with self._reading():
-                announce(self.reader, self._plan.pieces, self._filling)
+                announce(self.reader, self.planned.pieces, self._filling)
         if task.memory.one_at_a_time:
             yield from self._fill_one_by_one(task.plan)
         else:
-            self._read(self._plan.pieces, task.plan)
+            self._read(self.planned.pieces, task.plan)
         self._filling.finish()
 
     def _fill_one_by_one(self, plan: FillPlan) -> Iterator[int]:
-        pieces = self._plan.pieces
+        pieces = self.planned.pieces
         # A target's scratch is filled after the target and before the next one.
         starts = np.flatnonzero(plan.order < plan.targets)
         turns = np.append(starts, len(plan.order))

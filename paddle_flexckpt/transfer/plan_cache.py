@@ -4,7 +4,7 @@ A plan is a function of the arguments of all ranks. Each rank looks its own argu
 cached plan is used if all ranks have found plans with the same fingerprint, which they compare by a short message. So a
 change of the layout on any rank is noticed. Addresses and identities of objects play no part.
 
-Tested in tests/saving/test_plan_cache.py and tests/loading/test_cached_loads.py.
+Tested in tests/saving/test_plan_cache.py.
 """
 
 from __future__ import annotations

@@ -26,16 +26,15 @@ from paddle_flexckpt.catalog.texts import (
 )
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.report import LoadReport
-from paddle_flexckpt.transfer.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads
+from paddle_flexckpt.transfer.agreement import Ranks, Solo, check_coordinator, check_heads
 from paddle_flexckpt.transfer.mapping import compile_mapping
 from paddle_flexckpt.transfer.names import check_across_ranks
 from paddle_flexckpt.transfer.options import TransferOptions
 from paddle_flexckpt.transfer.plan import plan_fill
-from paddle_flexckpt.transfer.plan_cache import PlanCache, encode_short, find_common_plan, fingerprint
 from paddle_flexckpt.transfer.powers import NOTHING, Facts
 from paddle_flexckpt.transfer.resolution import MASTER_END, check_unexpected, dropped_parameters, refuse_nothing
 from paddle_flexckpt.transfer.resolver import complete, resolve
-from paddle_flexckpt.transfer.source import CachedLoad, Source, Task, describe_load
+from paddle_flexckpt.transfer.source import Source, Task
 from paddle_flexckpt.transfer.targets import Targets
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -62,7 +61,6 @@ class Transfer:
         call: str = "",
         context: str = "",
         begin: float | None = None,
-        plans: PlanCache | None = None,
     ) -> None:
         """Take no step yet.
 
@@ -74,15 +72,10 @@ class Transfer:
             call: The name of the call, which ranks compare.
             context: The context of errors.
             begin: When the call began; by default now.
-            plans: The cached plans; by default no plan is cached.
         """
         self._comm, self._source, self._options = comm, source, options
         self._describe_targets, self._call, self._context = describe_targets, call, context
         self._all_targets: Catalog | None = None
-        self._caches_plans = plans is not None and source.caches_plans
-        self._plans = plans or PlanCache()
-        self._plan_key = b""
-        self._is_whole = False
         self._begin = time.perf_counter() if begin is None else begin
 
     def run(self) -> LoadReport:
@@ -97,14 +90,10 @@ class Transfer:
             return self.carry_out(self._begin)
 
     def prepare(self) -> Task:
-        """Take the steps before the first target is touched, or use the plan that all have cached; return the task."""
+        """Take the steps before the first target is touched; return the task."""
         comm, source, context = self._comm, self._source, self._context
-        # All send the options and the source's identity, with a short message, their targets, or their tasks.
-        cached, answers = find_common_plan(comm, self._plans, self, context)
-        if cached is not None:
-            source.set_addresses(answers)
-            self._unexpected, self._dropped = [*cached.unexpected], [*cached.dropped]
-            return self._task
+        # All send the options and the source's identity, with their targets or their tasks.
+        _, answers = comm.together(self._first_message, context)
         if self._gathers_targets:
             self._read_targets(answers)
             _, answers = comm.together(self._task_message, context)
@@ -116,7 +105,7 @@ class Transfer:
                 self._read_targets(comm.together(self._targets_message, context)[1])
             _, answers = comm.together(functools.partial(self._task_message, statements), context)
             _, *others = check_heads(answers, context, comm.ranks)
-        used, meanings, plan_keys, stances, *of_source = others
+        used, meanings, stances, *of_source = others
         if any(stances):
             from paddle_flexckpt.transfer.state_kinds import check_stances
 
@@ -128,10 +117,6 @@ class Transfer:
         self._dropped = dropped_parameters(self._unexpected, keys, is_used)
         # The exchange between ranks; empty if each reads for itself.
         source.plan(self._task, of_source)
-        if all(plan_keys):
-            left = self._unexpected, self._dropped
-            load = CachedLoad.of(plan_keys, self._task, source.planned_reads(), left, self._is_whole)
-            self._plans.put(self._plan_key, load)
         return self._task
 
     def carry_out(self, begin: float) -> LoadReport:
@@ -182,33 +167,14 @@ class Transfer:
             logger.log(_report_level.get(), report.summary())
         return report
 
-    def describe(self) -> bytes:
-        """Open the source, and describe this rank's targets; return the plan's key in the cache, or an empty one."""
-        source, options, call = self._source, self._options, self._call
-        self._compared = source.open()
+    def _first_message(self) -> tuple[None, bytes]:
+        """Open the source, and describe this rank's targets; return its first message to the others."""
+        compared = self._source.open()
         self._targets = self._describe_targets()
-        source.want(self._targets)
-        check_coordinator(self._comm, options.coordinator_rank)
-        self._head = options.encode(call, **self._compared, context=self._context)
-        if self._caches_plans:
-            # A plan serves every checkpoint with the same shards.
-            lasting = {name: value for name, value in self._compared.items() if name != "checkpoint"}
-            inputs = options.encode(call, **lasting)
-            self._plan_key = describe_load(inputs, self._comm.ranks, self._targets, source.describe())
-        return self._plan_key
-
-    def short_message(self, plan: CachedLoad) -> bytes:
-        """Use a cached plan; return the short message about it."""
-        if plan.whole:
-            self._complete()
-        self._task = plan.task(self._targets)
-        address = self._source.reuse(self._task, plan.reads)
-        agreed = fingerprint((plan.fingerprint, self._options.encode(self._call, **self._compared)))
-        return encode_short(BRIEF_LOAD, agreed, address)
-
-    def full_message(self) -> bytes:
-        """Return this rank's first message if not all have cached a plan."""
-        return (self._targets_message() if self._gathers_targets else self._task_message())[1]
+        self._source.want(self._targets)
+        check_coordinator(self._comm, self._options.coordinator_rank)
+        self._head = self._options.encode(self._call, **compared, context=self._context)
+        return self._targets_message() if self._gathers_targets else self._task_message()
 
     @property
     def _gathers_targets(self) -> bool:
@@ -240,14 +206,12 @@ class Transfer:
             raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from None
         task = self._task
         meanings, statements_needed = (json.dumps(each).encode() for each in (task.resolution.raw_meanings(), needed))
-        # A plan with completions is not cached: its key does not contain the number of steps.
-        plan_key = b"" if task.resolution.by_key("completion") else self._plan_key
         stance = b""
         if self._options.optimizer_states == "ignore":
             from paddle_flexckpt.transfer.state_kinds import encode_stance  # most loads need none
 
             stance = encode_stance(self._targets.catalog, source.catalog)
-        message = statements_needed, source.used(task), meanings, plan_key, stance, *source.prepare(task)
+        message = statements_needed, source.used(task), meanings, stance, *source.prepare(task)
         return None, join((self._head, *message))
 
     def _make_task(self, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:
@@ -257,19 +221,12 @@ class Transfer:
             made = make_task(self._targets, source.catalog, self._options, self._all_targets, statements, source)
         except ValidationError:
             # Errors list keys similar to the missing ones.
-            if not self._complete():
+            if not source.complete():
                 raise
             return self._make_task(statements)
         # Statements that reorder fused parameters are about their states too; scales are evidence of codes.
         is_incomplete = bool(made[1]) or made[0].resolution.may_be_codes
-        return self._make_task(statements) if is_incomplete and self._complete() else made
-
-    def _complete(self) -> bool:
-        """Read all shards of the source; return whether some were not known before."""
-        completed = self._source.complete()
-        # A cached plan's key has the shards that are known at first.
-        self._is_whole = self._is_whole or completed
-        return completed
+        return self._make_task(statements) if is_incomplete and source.complete() else made
 
     def _move(self) -> tuple[dict[str, Any], bytes]:
         """Fill this rank's targets; return fields of the report, and this rank's message for the others' reports."""

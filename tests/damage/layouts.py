@@ -163,7 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for change in CHANGES:
         found = run(change, options.flips, options.seed)
         wrong += found["wrong"]
-        print(f"{change:<20}" + "".join(f"{name} {found[name]:>5}  " for name in ("right", "refused", "wrong")), flush=True)
+        print(
+            f"{change:<20}" + "".join(f"{name} {found[name]:>5}  " for name in ("right", "refused", "wrong")),
+            flush=True,
+        )
     return 1 if wrong else 0
 
 

@@ -45,7 +45,7 @@ def test_a_rank_may_fill_nothing_where_another_fills_something(move_between):
     assert filled[1]["w"].tolist() == [0, 1, 2, 3]
 
 
-def test_the_error_is_the_same_on_all_ranks_and_of_kept_plans(tmp_path):
+def test_the_error_is_the_same_on_all_ranks_each_time(tmp_path):
     def job(comm):
         save_state_dict(SOURCE, tmp_path, comm)
         texts = []

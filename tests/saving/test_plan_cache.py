@@ -22,6 +22,7 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import CheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for, plans_of
 from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.saving import planners, saver
 from paddle_flexckpt.saving.save_options import SaveOptions
@@ -648,3 +649,24 @@ def test_pairs_of_replicas_turn_with_each_save_by_a_kept_plan(planned, monkeypat
     assert all(of_rank[0] == taken for taken in of_rank)
     assert None not in of_rank[0]
     assert len({*of_rank[0]}) > 1
+
+
+@pytest.mark.parametrize("warm", [0, 2])
+@pytest.mark.parametrize("other", ["save_state_dict", "reshard_sharded_state_dict"])
+def test_a_load_meets_another_call(tmp_path, other, warm):
+    def job(comm):
+        state, target = build(comm.position, 2), build(comm.position, 2, 3)
+        for _ in range(warm):
+            save_state_dict(state, tmp_path / "warm", comm)
+        with pytest.raises(ValidationError) as caught:
+            if comm.rank == 0:
+                load_state_dict(target, tmp_path / "0", comm)
+            elif other == "save_state_dict":
+                save_state_dict(state, tmp_path / ("warm" if warm else "other"), comm)
+            else:
+                reshard_sharded_state_dict(state, target, comm)
+        return str(caught.value)
+
+    SimulatedWorld(2).run(lambda comm: save_state_dict(build(comm.position, 2), tmp_path / "0", comm))
+    said = "ranks do not make the same call: rank 0: load_state_dict; rank 1: " + other
+    assert all(said in text for text in SimulatedWorld(2).run(job))
