@@ -117,8 +117,14 @@ class Weights(NamedTuple):
 
     @property
     def is_delta(self) -> bool:
-        """Return whether the files have the changes since another version (docs/rollout.md), and no tensors."""
-        return "delta_encoding" in self.metadata
+        """Return whether the files have the changes since another version (docs/rollout.md), and no tensors.
+
+        The index says so; where it was damaged, files of frames with their checksums do.
+        """
+        return "delta_encoding" in self.metadata or any(
+            file.tensors and all(each.code == "U8" and name in file.info for name, each in file.tensors.items())
+            for file in self.files.values()
+        )
 
 
 class StoredShard(NamedTuple):
@@ -227,9 +233,10 @@ def read_weights(backend: Backend, source: str, *more: str, wanted: Collection[s
             file_of.update(dict.fromkeys(file.tensors, file.name))
         return Weights({file.name: file for file in found}, file_of)
     index = read_tensor_index(backend, source)
-    if index.files is None:
-        raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy (FC305): restore it")
-    path = backend.where(source)
+    path, metadata = backend.where(source), index.settings.get("metadata", {})
+    if index.files is None or not isinstance(metadata, dict):
+        what = "no weight_map" if index.files is None else "metadata that is no object"
+        raise CorruptCheckpointError(f"{path} has {what}. Remedy (FC305): restore it")
     names = sorted({name for tensor, name in index.files.items() if wanted is None or tensor in wanted})
     files = dict(zip(names, map_files(backend, lambda name: read_tensor_file(backend, name, path), names)))
     problems = []
@@ -245,8 +252,7 @@ def read_weights(backend: Backend, source: str, *more: str, wanted: Collection[s
     if problems:
         error = ValidationError(problems, f"{path} and its files are not of one save. Remedy (FC304): restore them")
         raise CorruptCheckpointError(str(error))
-    metadata = index.settings.get("metadata")
-    return Weights(files, index.files, index.digest, metadata if isinstance(metadata, dict) else {})
+    return Weights(files, index.files, index.digest, metadata)
 
 
 def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:

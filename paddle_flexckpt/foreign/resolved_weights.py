@@ -1,7 +1,7 @@
 """The files of a model with deltas applied to them while they are read.
 
 Bytes of tensors that no delta touches are read as they are. Of others the whole tensor is made, and compared with the
-checksum of the last delta that touches it.
+checksum of the last delta that touches it. Who asks for a tensor has it compared with that of a full version, too.
 
 Tested in tests/foreign/test_weight_versions.py.
 """
@@ -28,8 +28,8 @@ from paddle_flexckpt.native.verify import Verification
 from paddle_flexckpt.progress import Meter
 
 
-def resolve_version(location: Location) -> Backend:
-    """Return the directory of a version; of a delta, the files that it would have if it were full.
+def resolve_version(location: Location, full: bool = False) -> Backend:
+    """Return the directory of a version; of a delta, and with ``full`` of a full one, as :class:`ResolvedWeights`.
 
     Raises:
         CorruptCheckpointError: A version that it needs is missing or damaged.
@@ -43,7 +43,7 @@ def resolve_version(location: Location) -> Backend:
         return backend
     root = open_backend(parent)
     chain = read_chain(root, int(match[1]))
-    return ResolvedWeights(root, chain) if len(chain) > 1 else backend
+    return ResolvedWeights(root, chain) if len(chain) > 1 or full else backend
 
 
 class ResolvedWeights(Backend):
@@ -61,6 +61,7 @@ class ResolvedWeights(Backend):
             CorruptCheckpointError: A delta is about a tensor that is not there.
         """
         self.source, self.weights, self._root, self._deltas = chain[0].backend, chain[0].weights, root, chain[1:]
+        self._first = chain[0]
         self.path, self.locks, self.at_once = chain[-1].backend.path, self.source.locks, self.source.at_once
         self._lock, self._kept = threading.Lock(), functools.lru_cache(2)(self.tensor)
         self._touched: dict[str, set[tuple[int, int, str]]] = {}
@@ -82,23 +83,29 @@ class ResolvedWeights(Backend):
         """Return first byte, end and name of the tensors of a file that deltas touch, in the order of their bytes."""
         return sorted(self._touched.get(file, ()))
 
+    def checked(self, file: str) -> list[tuple[int, int, str]]:
+        """Return the same of all tensors of a file that have checksums."""
+        whole = self.weights.files[file].tensors if file in self.weights.files else {}
+        sums = self._first.sums
+        return sorted({*self.touched(file), *((t.begin, t.end, name) for name, t in whole.items() if name in sums)})
+
     def chunks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the place and the bytes of each part of a tensor in order; the parts share memory.
 
         Raises:
-            CorruptCheckpointError: They do not have the checksum of the last delta.
+            CorruptCheckpointError: They do not have the checksum of the last version that has one.
         """
         file = self.weights.files[self.weights.file_of[name]]
         tensor, nbytes = file.tensors[name], file.tensors[name].end - file.tensors[name].begin
-        number, hasher, expected, decoders = 0, None, "", list[DeltaDecoder]()
+        of, decoders = self._first, list[DeltaDecoder]()
         try:
             for delta in self._deltas:
                 if name in delta.weights.file_of:
-                    stored = delta.weights.files[delta.weights.file_of[name]]
-                    number, hasher, expected = delta.number, new_hasher(delta.checksum), stored.info[name]
+                    of, stored = delta, delta.weights.files[delta.weights.file_of[name]]
                     begin, end = stored.tensors[name].begin, stored.tensors[name].end
                     with delta.backend.open(stored.name) as frames:
                         decoders.append(DeltaDecoder(frames.read(begin, end - begin), delta.encoding, nbytes))
+            hasher = new_hasher(of.checksum) if name in of.sums else None
             buffer = np.empty(min(CHUNK_BYTES, nbytes), dtype=np.uint8)
             with self.source.open(file.name) as source:
                 mapped = source.memory_map() if nbytes > CHUNK_BYTES else None
@@ -113,12 +120,12 @@ class ResolvedWeights(Backend):
                     if hasher is not None:
                         hasher.update(part)
                     yield begin, part
-            if hasher is not None and hasher.hexdigest() != expected:
-                raise ValueError(f"the checksum is {hasher.hexdigest()}; expected {expected}")
+            if hasher is not None and hasher.hexdigest() != of.sums[name]:
+                raise ValueError(f"the checksum is {hasher.hexdigest()}; expected {of.sums[name]}")
         except (ValueError, FileNotFoundError) as error:
             if isinstance(error, ValidationError):  # a package is not installed
                 raise
-            raise broken(self._root, number, f"key {name!r}: {error}") from error
+            raise broken(self._root, of.number, f"key {name!r}: {error}") from error
 
     def tensor(self, name: str) -> np.ndarray:
         """Return all bytes of a tensor, uint8; errors of :meth:`chunks`."""
@@ -129,9 +136,9 @@ class ResolvedWeights(Backend):
         return made
 
     def verify(self, meter: Meter) -> Verification:
-        """Compare the tensors that deltas touch with their checksums; a tensor that differs is a problem."""
+        """Compare the tensors that have checksums with them; one that differs is a problem."""
         found = Verification()
-        for begin, end, name in (place for file in self._touched for place in self.touched(file)):
+        for begin, end, name in (place for file in self.weights.files for place in self.checked(file)):
             found.bytes_read += end - begin
             try:
                 for _ in self.chunks(name):
@@ -144,9 +151,9 @@ class ResolvedWeights(Backend):
         return found
 
     @property
-    def touched_bytes(self) -> int:
-        """Return the number of bytes of all tensors that deltas touch."""
-        return sum(end - begin for places in self._touched.values() for begin, end, _ in places)
+    def checked_bytes(self) -> int:
+        """Return the number of bytes of all tensors that have checksums."""
+        return sum(end - begin for file in self.weights.files for begin, end, _ in self.checked(file))
 
     def kept_tensor(self, name: str) -> np.ndarray:
         """Return the same; two are kept, for a reader that wants parts of them."""

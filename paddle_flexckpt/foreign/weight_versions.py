@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
@@ -26,7 +26,10 @@ DIRECTORY = re.compile(r"weight_v(\d{6,9})", re.ASCII)
 
 
 class WeightVersion(NamedTuple):
-    """One version: number, directory and files. A delta has the number of its base, and how it is encoded."""
+    """One version: number, directory and files. A delta has the number of its base, and how it is encoded.
+
+    ``sums`` are the checksums of its tensors; full versions of other programs have none.
+    """
 
     number: int
     backend: Backend
@@ -34,6 +37,7 @@ class WeightVersion(NamedTuple):
     base: int | None = None
     encoding: str = ""
     checksum: str = ""
+    sums: Mapping[str, str] = {}
 
 
 def version_directory(root: Backend, number: int) -> Backend:
@@ -87,9 +91,9 @@ def read_version(root: Backend, number: int, wanted: Collection[str] | None = No
         if not _is_published(directory):
             raise ValueError("it is missing, or was not finished")
         weights = read_whole(directory, wanted)
-        if not weights.is_delta:
-            return WeightVersion(number, directory, weights)
         found = weights.metadata
+        if not weights.is_delta:
+            return WeightVersion(number, directory, weights, None, "", *_sums_of_full(weights))
         versions = {"version": f"{number:06d}", "base_version": f"{number - 1:06d}"}
         for name, expected in {**versions, "compression_format": COMPRESSION}.items():
             if found.get(name) != expected:
@@ -103,7 +107,20 @@ def read_version(root: Backend, number: int, wanted: Collection[str] | None = No
                     raise ValueError(f"key {name!r} in {file.name} is no frame with a checksum")
     except (CorruptCheckpointError, ValueError) as error:
         raise broken(root, number, without_remedy(error)) from None
-    return WeightVersion(number, directory, weights, number - 1, encoding, checksum)
+    sums = {name: file.info[name] for file in weights.files.values() for name in file.tensors}
+    return WeightVersion(number, directory, weights, number - 1, encoding, checksum, sums)
+
+
+def _sums_of_full(weights: Weights) -> tuple[str, Mapping[str, str]]:
+    """Return format and checksums of a full version's tensors, of which each has one, or none has."""
+    if not weights.file_of:
+        raise ValueError("it has no tensors")
+    checksum, sums = weights.metadata.get("checksum_format"), weights.metadata.get("checksums")
+    if checksum is None and sums is None:
+        return "", {}
+    if checksum not in CHECKSUMS or not isinstance(sums, dict) or sums.keys() != weights.file_of.keys():
+        raise ValueError(f"its checksums, in the format {checksum!r}, are not those of its tensors")
+    return checksum, sums
 
 
 def read_chain(

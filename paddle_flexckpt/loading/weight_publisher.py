@@ -9,11 +9,13 @@ import contextlib
 import functools
 import json
 import logging
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for
+from paddle_flexckpt.foreign.huggingface import read_tensor_file
 from paddle_flexckpt.foreign.resolved_weights import ResolvedWeights
 from paddle_flexckpt.foreign.weight_deltas import CHECKSUMS, ENCODINGS, import_package, new_hasher
 from paddle_flexckpt.foreign.weight_versions import (
@@ -32,7 +34,7 @@ from paddle_flexckpt.media.opening import open_destination, shown
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import PublishReport
-from paddle_flexckpt.tools.tensor_files import TensorFile, tensor_file
+from paddle_flexckpt.tools.tensor_files import TensorFile, make_index, tensor_file
 from paddle_flexckpt.transfer.agreement import check_coordinator, check_same
 from paddle_flexckpt.transfer.arguments import plain_value
 from paddle_flexckpt.transfer.options import GROUP, rule, takes
@@ -42,6 +44,8 @@ logger = logging.getLogger("paddle_flexckpt")
 _CALL = "WeightPublisher.publish"
 # Of a random text in the metadata of each version, by which receivers tell it from one of another run.
 ID = "version_id"
+# Of a file that was written, at a time.
+READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class PublisherOptions(PublishOptions):
     Attributes:
         full_every: Every so many versions one is full, so that a receiver need not have those before it; 1: all are.
         encoding: ``"xor"`` has the fewest bytes for weights that change a little; ``"overwrite"`` is faster to apply.
-        checksum: The checksum of each tensor that has changed; ``"blake3"`` needs the package blake3.
+        checksum: The checksum of each tensor; ``"blake3"`` needs the package blake3.
         keep: The newest versions to keep, with all that they need; the newest full version and all after it always
             stay. None keeps all.
     """
@@ -64,9 +68,9 @@ class PublisherOptions(PublishOptions):
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()
+        new_hasher(self.checksum)
         if self.full_every > 1:
             import_package("zstandard")
-            new_hasher(self.checksum)
 
 
 class WeightPublisher:
@@ -174,9 +178,33 @@ def _remove_old(root: Backend, keep: int | None) -> None:
 
 
 class _FullPublication(Publication):
+    _options: PublisherOptions
+
     def _divide(self) -> list[TensorFile]:
-        metadata = {"format": "pt", ID: self._token}
-        return [tensor_file(file.name, file.names, self._infos, metadata=metadata) for file in super()._divide()]
+        metadata, files = {"format": "pt", ID: self._token}, super()._divide()
+        # A single file has an index, too, and the name that goes with it.
+        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        return [tensor_file(name, file.names, self._infos, metadata=metadata) for name, file in zip(names, files)]
+
+    def _look_back(self) -> None:
+        _, answers = self._comm.together(lambda: (None, json.dumps(self._sums()).encode()), self._context)
+        self._all_sums = {name: each for answer in answers for name, each in json.loads(answer).items()}
+
+    def _sums(self) -> dict[str, str]:
+        """Return the checksums of the tensors in this rank's files, which are durable."""
+        found, backend = dict[str, str](), self._output.backend
+        for file in (os.path.basename(self._files.path(file.name)) for file in self._own):
+            with backend.open(file) as stored:
+                for name, tensor in read_tensor_file(backend, file).tensors.items():
+                    hasher = new_hasher(self._options.checksum)
+                    for begin in range(tensor.begin, tensor.end, READ_BYTES):
+                        hasher.update(stored.read(begin, min(READ_BYTES, tensor.end - begin)))
+                    found[name] = hasher.hexdigest()
+        return found
+
+    def _index(self) -> tuple[str, bytes]:
+        metadata = {ID: self._token, "checksum_format": self._options.checksum, "checksums": self._all_sums}
+        return INDEX_FILE, make_index(self._all_files, metadata)
 
 
 class _DeltaPublication(Publication):

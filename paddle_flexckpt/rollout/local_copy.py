@@ -58,6 +58,7 @@ class ApplyReport(Report):
         full_version: The full version that was copied; None if the deltas were enough.
         files: Names of the files that were written.
         tensors: Number of tensors to which deltas were applied.
+        unverified: Number of tensors that were copied from a version that has no checksums.
         seconds: Wall time.
     """
 
@@ -67,12 +68,14 @@ class ApplyReport(Report):
     full_version: int | None
     files: list[str]
     tensors: int
+    unverified: int
     seconds: float
 
     def summary(self) -> str:
         """Return one line for people."""
         since = f"version {self.before}" if self.full_version is None else f"full version {self.full_version}"
         work = f"{self.tensors} tensors changed, {len(self.files)} files written in {self.seconds:.2f} s"
+        work += f"; {self.unverified} tensors have no checksums" if self.unverified else ""
         return f"{self.path} has version {self.version}, from {since}: {work}"
 
 
@@ -104,27 +107,39 @@ def apply_version(
         OSError: The file system failed; the copy is as it was, or the next call finishes it.
     """
     begin, source, started = time.perf_counter(), open_backend(root), None if base is None else open_backend(base)
-    newest = max(list_versions(source), default=0)
-    if version is None and not newest:
-        raise ValidationError(f"{source.path} has no version of weights. Remedy (FC301): correct the path")
-    copy = _LocalCopy(os.fspath(local), full, started)
-    with copy.lock():
+    while True:
+        there = list_versions(source)
+        if version is None and not there:
+            raise ValidationError(f"{source.path} has no version of weights. Remedy (FC301): correct the path")
+        copy = _LocalCopy(os.fspath(local), full, started)
+        try:
+            with copy.lock():
+                return _bring(copy, source, there[-1] if version is None else version, started, full, begin)
+        except (CorruptCheckpointError, FileNotFoundError):
+            if there == list_versions(source):
+                raise
+            # What was read may have been removed, as newer versions do without it.
+
+
+def _bring(
+    copy: _LocalCopy, source: Backend, version: int, base: Backend | None, full: bool, begin: float
+) -> ApplyReport:
+    """Bring a copy that is locked to a version."""
+    copy.finish()
+    before = None if full else copy.applied(source, version)
+    chain, files = list[WeightVersion](), list[str]()
+    if before != version:
+        from_base = base is not None and before is None
+        chain = read_chain(source, version, 0 if from_base else before)
+        if base is not None and from_base and (not chain or chain[0].base is not None):
+            chain.insert(0, WeightVersion(0, base, read_whole(base)))
+        files = copy.take(source, chain)
         copy.finish()
-        version = newest if version is None else version
-        before = None if full else copy.applied(source, version)
-        chain, files = list[WeightVersion](), list[str]()
-        if before != version:
-            if started is not None and before is None:
-                chain = read_chain(source, version, 0)
-                if not chain or chain[0].base is not None:
-                    chain.insert(0, WeightVersion(0, started, read_whole(started)))
-            else:
-                chain = read_chain(source, version, before)
-            files = copy.take(source, chain)
-            copy.finish()
     tensors = {name for each in chain if each.base is not None for name in each.weights.file_of}
-    seed = chain[0].number if chain and chain[0].base is None else None
-    return ApplyReport(copy.path, version, before, seed, files, len(tensors), time.perf_counter() - begin)
+    first = chain[0] if chain and chain[0].base is None else None
+    bare = len(first.weights.file_of.keys() - tensors - first.sums.keys()) if first else 0
+    seed, seconds = first.number if first else None, time.perf_counter() - begin
+    return ApplyReport(copy.path, version, before, seed, files, len(tensors), bare, seconds)
 
 
 def _mark_of(directory: Backend) -> str:
@@ -133,12 +148,14 @@ def _mark_of(directory: Backend) -> str:
     ``WeightPublisher`` writes a random id there. Deltas of other programs have the checksums of what they change.
     """
     mark, names = xxhash.xxh3_128(), sorted(name for name in directory.names() if name.endswith(_WEIGHTS))
-    for name in names:
-        with directory.open(name) as file:
-            header = 8 + min(int.from_bytes(file.read(0, 8), "little"), MAX_HEADER_BYTES)
-            ends = file.read(0, max(header, _MARK_BYTES)), file.read(max(0, file.size - _MARK_BYTES), _MARK_BYTES)
-            mark.update(f"{name}\0{file.size}\0".encode() + b"".join(ends))
-    return str(mark.hexdigest()) if names else ""
+    with contextlib.suppress(FileNotFoundError):  # it is being removed
+        for name in names:
+            with directory.open(name) as file:
+                header = 8 + min(int.from_bytes(file.read(0, 8), "little"), MAX_HEADER_BYTES)
+                ends = file.read(0, max(header, _MARK_BYTES)), file.read(max(0, file.size - _MARK_BYTES), _MARK_BYTES)
+                mark.update(f"{name}\0{file.size}\0".encode() + b"".join(ends))
+        return str(mark.hexdigest()) if names else ""
+    return ""
 
 
 class _LocalCopy:
@@ -234,6 +251,8 @@ class _LocalCopy:
         self._next.make_directory()
         for name in files:
             self._write(name, resolved)
+        # What was listed is all of it only if nothing has been removed meanwhile.
+        read_chain(source, chain[0].number, 0)
         self._next.sync()
         state = self._read(STATE)
         full = chain[0].number if seeds else state.get("full", 0)
@@ -246,7 +265,7 @@ class _LocalCopy:
         threads = ReadThreads()
         with resolved.source.open(name) as source, OutputParts(self._next.where(name)) as output:
             jobs, position = list[Callable[[], None]](), 0
-            for begin, end, tensor in [*resolved.touched(name), (source.size, source.size, "")]:
+            for begin, end, tensor in [*resolved.checked(name), (source.size, source.size, "")]:
                 for low in range(position, begin, _COPY_BYTES):
                     jobs.append(functools.partial(_copy, source, output, low, min(begin, low + _COPY_BYTES)))
                 if tensor:

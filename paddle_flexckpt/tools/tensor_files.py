@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -312,10 +312,10 @@ def write_arrays(
             del array, part
 
 
-def make_index(files: Sequence[TensorFile]) -> bytes:
+def make_index(files: Sequence[TensorFile], metadata: Mapping[str, Any] = MappingProxyType({})) -> bytes:
     """Return the text of the index: the file of each tensor."""
     index = {
-        "metadata": {"total_size": sum(file.data_bytes for file in files)},
+        "metadata": {"total_size": sum(file.data_bytes for file in files), **metadata},
         "weight_map": dict(sorted((name, file.name) for file in files for name in file.names)),
     }
     return (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode()

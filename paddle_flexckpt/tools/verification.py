@@ -19,7 +19,7 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
-from paddle_flexckpt.foreign.resolved_weights import ResolvedWeights
+from paddle_flexckpt.foreign.resolved_weights import ResolvedWeights, resolve_version
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
@@ -49,8 +49,8 @@ def verify_checkpoint(
     which has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
 
     Checkpoints of other programs have no checksums: only headers, sizes and indices, and the coverage of tensors by
-    shards, are checked. Then ``bytes_verified`` is 0, and the report has a note. Of a version of weights the tensors
-    that its deltas touch have checksums.
+    shards, are checked. Then ``bytes_verified`` is 0, and the report has a note. Versions of weights have checksums;
+    of a full one of another program, only the tensors that deltas touch.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -77,10 +77,11 @@ def verify_checkpoint(
             meter = Meter(progress, "verify", int(catalog.byte_length.sum()), len(catalog.files))
             found = verify_files(directory.backend, manifest, meter)
         else:
-            # The manifest was made from the files' headers, so they fit. Only deltas have checksums.
-            deltas = directory.backend if isinstance(directory.backend, ResolvedWeights) else None
-            meter = Meter(progress, "verify", 0 if deltas is None else deltas.touched_bytes)
-            found = Verification() if deltas is None else deltas.verify(meter)
+            # The manifest was made from the files' headers, so they fit. Only versions of weights have checksums.
+            weights = resolve_version(path, full=True)
+            version = weights if isinstance(weights, ResolvedWeights) else None
+            meter = Meter(progress, "verify", 0 if version is None else version.checked_bytes)
+            found = Verification() if version is None else version.verify(meter)
         meter.finish()
     problems = _shard_problems(directory, manifest)
     return VerifyReport(
@@ -100,7 +101,7 @@ def verify_checkpoint(
         ],
         recoverable=found.recoverable and not problems,
         seconds={"total": time.perf_counter() - begin},
-        has_checksums=not manifest.foreign,
+        has_checksums=not manifest.foreign or 0 < int(catalog.byte_length.sum()) == found.bytes_read,
     )
 
 

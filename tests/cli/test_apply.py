@@ -29,7 +29,7 @@ def test_the_example_of_the_page(tmp_path, capsys):
     exec(code, {**values, "comm": SoloCommunicator()})
     command = shell_block("docs/rollout.md", "--version 12").partition("#")[0].split()
     assert main([word.replace("/shared", str(tmp_path)).replace("/local", str(tmp_path)) for word in command[1:]]) == 0
-    assert "model has version 12, from full version 1: 1 tensors changed, 1 files written" in capsys.readouterr().out
+    assert "model has version 12, from full version 1: 1 tensors changed, 2 files written" in capsys.readouterr().out
     assert reference.tensors_of(tmp_path / "model") == {"w": model["w"].tobytes()}
 
 

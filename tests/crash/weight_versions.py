@@ -218,10 +218,8 @@ class Life:
             path.unlink()
             return
         data = bytearray(path.read_bytes())
-        full = path.parent / "model.safetensors"
-        if path == full:  # nothing has a checksum of it; only its length is known
-            path.write_bytes(data[: len(data) // 2])
-        elif path.name != reference.INDEX and data:
+        full = path.parent / "model-00001-of-00001.safetensors"
+        if path.name != reference.INDEX and data:
             data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
             path.write_bytes(data)
         self.found[f"damage in {'a full' if full.exists() else 'a delta'}"] += bool(number)

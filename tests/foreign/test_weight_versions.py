@@ -122,8 +122,23 @@ def test_other_tools_read_a_version(stream, tmp_path, capsys):
     assert main(["diff", str(at(root, 6)), str(tmp_path / "converted")]) == 0
 
 
-def test_verify_compares_what_deltas_touch(copied, stream, capsys):
-    """The rest has no checksums. Version 4 is three deltas on version 1."""
+def test_verify_compares_all_tensors(copied, stream, capsys):
+    for number in (1, 4):
+        report = fc.verify_checkpoint(at(copied, number))
+        assert report.ok
+        assert report.has_checksums
+        assert report.bytes_verified == report.bytes_read == report.total_bytes > 0
+    for path in at(copied, 1).glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    assert main(["verify", str(at(copied, 1))]) == 1
+    assert re.search("weight_v000001 cannot be used: key '.*: the checksum is .*FC308", capsys.readouterr().out)
+
+
+def test_verify_compares_what_deltas_touch_where_a_full_version_has_no_checksums(copied, stream, capsys):
+    """Version 4 is three deltas on version 1."""
+    change_index(copied, 1, checksum_format=None, checksums=None)
     changed = {
         key
         for older, newer in ((1, 2), (2, 3), (3, 4))
@@ -156,6 +171,29 @@ def change_index(root, number, **settings):
     index = json.loads(path.read_text())
     index["metadata"] = {k: v for k, v in {**index["metadata"], **settings}.items() if v is not None}
     path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("metadata", [None, [], "x", 3, {}, {"version": "000002"}])
+@pytest.mark.parametrize("changes", [True, False])
+def test_frames_are_never_taken_for_tensors(tmp_path, metadata, changes):
+    """Whatever has become of the metadata of a delta's index."""
+    publish(tmp_path, {"a": np.zeros(3, np.float32)})
+    publish(tmp_path, {"a": np.full(3, changes, np.float32)})
+    path = at(tmp_path, 2) / "model.safetensors.index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "metadata": metadata}))
+    with pytest.raises(CorruptCheckpointError, match="weight_v000002 cannot be used"):
+        resolve_version(at(tmp_path, 2))
+    os.rename(at(tmp_path, 2), tmp_path / "alone")
+    if changes:
+        with pytest.raises((CorruptCheckpointError, ValidationError), match="metadata that is no object|has a delta"):
+            load(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("checksums", [None, {}, [], {"m.a": 1}])
+def test_checksums_of_a_full_version_are_all_there_or_none(copied, checksums):
+    change_index(copied, 1, checksums=checksums)
+    with pytest.raises(CorruptCheckpointError, match="weight_v000001 cannot be used: its checksums"):
+        load(at(copied, 4))
 
 
 def change_checksum(root, number):

@@ -77,8 +77,8 @@ def test_the_format_s_receiver_takes_a_chain(tmp_path, monkeypatch, encoding, ch
         assert reference.tensors_of(tmp_path / "follows") == history[number]
         reference.pull(tmp_path / f"late{number}", None, tmp_path / "v", number)
         assert reference.tensors_of(tmp_path / f"late{number}") == history[number]
-    full = [n for n in range(1, 7) if (tmp_path / "v" / f"weight_v{n:06d}" / "model.safetensors").exists() or ranks > 1]
-    assert full == [1, 6] or ranks > 1
+    indices = [json.loads((tmp_path / "v" / f"weight_v{n:06d}" / reference.INDEX).read_text()) for n in range(1, 7)]
+    assert [n for n, index in enumerate(indices, 1) if "base_version" not in index["metadata"]] == [1, 6]
 
 
 def test_files_are_numbered_by_the_ranks_that_have_changes(tmp_path):
@@ -112,14 +112,14 @@ def test_names_are_those_of_statements_and_prefix(tmp_path):
 
 
 def test_a_full_version_is_what_publish_writes(tmp_path):
-    """But for an id in the headers, which is another one for each version."""
+    """But for an id, which is another one for each version, and checksums in the index."""
     values, ids = first(), set()
     publish(tmp_path / "v", values, 3, config={"layers": 2})
     SimulatedWorld(3).run(
         lambda comm: fc.publish(cut(values, comm.rank, 3), tmp_path / "p", comm, config={"layers": 2})
     )
     published = contents(tmp_path / "v" / "weight_v000001")
-    for path in (tmp_path / "p").iterdir():
+    for path in sorted((tmp_path / "p").iterdir()):
         data = published.pop(path.name)
         if path.suffix == ".safetensors":
             _, metadata, data = reference.read_file(tmp_path / "v" / "weight_v000001" / path.name)
@@ -129,10 +129,20 @@ def test_a_full_version_is_what_publish_writes(tmp_path):
             text = data[8:end].replace(f',"version_id":"{made}"'.encode(), b"").rstrip()
             text += b" " * (-len(text) % 8)
             data = struct.pack("<Q", len(text)) + text + data[end:]
+        if path.suffix == ".json" and path.name != "config.json":
+            index = json.loads(data)
+            assert index["metadata"].pop("version_id") == made
+            assert index["metadata"].pop("checksum_format") == "xxh3-128"
+            assert index["metadata"].pop("checksums") == {
+                name: reference.checksum("xxh3-128", each) for name, each in bytes_of(values).items()
+            }
+            assert index == json.loads(path.read_bytes())
+            continue
         assert data == path.read_bytes()
     assert published == {}
     publish(tmp_path / "v", values, full=True)
-    ids.add(reference.read_file(tmp_path / "v" / "weight_v000002" / "model.safetensors")[1]["version_id"])
+    second = tmp_path / "v" / "weight_v000002" / "model-00001-of-00001.safetensors"
+    ids.add(reference.read_file(second)[1]["version_id"])
     assert len(ids) == 2
 
 

@@ -103,7 +103,8 @@ def test_weights_in_other_files_go(tmp_path):
     (tmp_path / "local" / "config.json").write_text("{}")
     assert len(os.listdir(tmp_path / "local")) == 6
     apply_version(tmp_path / "v", tmp_path / "local", 2)
-    assert sorted(os.listdir(tmp_path / "local")) == [".weight_sync", "config.json", "model.safetensors"]
+    names = [".weight_sync", "config.json", "model-00001-of-00001.safetensors", reference.INDEX]
+    assert sorted(os.listdir(tmp_path / "local")) == names
 
 
 def test_a_model_that_is_no_copy_is_left_alone(tmp_path, stream):
@@ -215,6 +216,70 @@ def test_a_copy_that_was_changed_is_an_error_and_the_remedy_helps(tmp_path):
     assert path.read_bytes() == data
     apply_version(tmp_path / "v", local, 2)
     assert reference.tensors_of(local) == bytes_of({**values, "m.a": values["m.a"] + 1})
+
+
+def flip(directory, name):
+    """Change one byte of a tensor."""
+    for path in directory.glob("*.safetensors"):
+        places, _, data = reference.read_file(path)
+        if name in places:
+            at = places[name][0]
+            path.write_bytes(data[:at] + bytes([data[at] ^ 64]) + data[at + 1 :])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("checksum", ["xxh3-128", "adler32"])
+def test_a_damaged_full_version_is_refused(tmp_path, ranks, checksum):
+    """Alone, below deltas that touch other tensors, and as the version before of the next delta."""
+    for number in range(3):
+        publish(tmp_path / "v", {**first(), "m.c": first()["m.c"] + number}, ranks, checksum=checksum)
+    assert apply_version(tmp_path / "v", tmp_path / "early", 1).unverified == 0
+    flip(tmp_path / "v" / "weight_v000001", "m.a")
+    for number in (1, 3):
+        with pytest.raises(CorruptCheckpointError, match=r"weight_v000001 cannot be used: key 'm.a': the checksum is"):
+            apply_version(tmp_path / "v", tmp_path / "late", number)
+    assert not list((tmp_path / "late").glob("*.safetensors"))
+    with pytest.raises(CorruptCheckpointError, match="weight_v000001 cannot be used: key 'm.a'"):
+        publish(tmp_path / "v", first(), ranks, checksum=checksum)
+
+
+def test_what_has_no_checksums_is_counted(tmp_path):
+    old = bytes_of(first())
+    new = {**old, "m.c": b"7" * len(old["m.c"])}
+    tensors = {name: ("U8", (len(data),), data) for name, data in old.items()}
+    (tmp_path / "v" / "weight_v000001").mkdir(parents=True)
+    reference.write_file(tmp_path / "v" / "weight_v000001" / "model.safetensors", tensors, {})
+    reference.write_delta(tmp_path / "v", 2, old, new, "xor", "adler32")
+    report = apply_version(tmp_path / "v", tmp_path / "local")
+    assert report.unverified == len(old) - 1
+    assert report.summary().endswith(f"; {len(old) - 1} tensors have no checksums")
+    assert reference.tensors_of(tmp_path / "local") == new
+
+
+@pytest.mark.parametrize("version", [None, 3])
+@pytest.mark.parametrize("after", range(8))
+def test_versions_that_are_removed_meanwhile(tmp_path, monkeypatch, version, after):
+    """At any file that is opened: the newest is taken, and one that was asked for is an error."""
+    history = publish_stream(tmp_path / "v", 4, full_every=3, ranks=2)
+    shutil.move(tmp_path / "v" / "weight_v000004", tmp_path / "next")
+    opened, open_file = [], LocalBackend.open
+
+    def opening(self, name):
+        opened.append(name)
+        if len(opened) == after + 1:
+            shutil.move(tmp_path / "next", tmp_path / "v" / "weight_v000004")
+            for number in (3, 2, 1):
+                shutil.rmtree(tmp_path / "v" / f"weight_v{number:06d}")
+        return open_file(self, name)
+
+    monkeypatch.setattr(LocalBackend, "open", opening)
+    if version is None:
+        assert apply_version(tmp_path / "v", tmp_path / "local").version == 4
+        assert reference.tensors_of(tmp_path / "local") == history[4]
+        return
+    with pytest.raises(CorruptCheckpointError, match="take the full version weight_v000004"):
+        apply_version(tmp_path / "v", tmp_path / "local", version)
+    assert not list((tmp_path / "local").glob("*.safetensors"))
 
 
 def shorten(path):
