@@ -5,6 +5,7 @@ python -m benchmarks.push --directory /dev/shm
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -19,8 +20,11 @@ from benchmarks.harness import arguments, finish, random_tensors, ratios, row, t
 from paddle_flexckpt.loading.peers import ReshardOptions
 from paddle_flexckpt.loading.pushed_weights import PushedWeights
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.rollout.receiver import SECRET, RemoteSink
+from paddle_flexckpt.rollout.authenticated import SECRET
+from paddle_flexckpt.rollout.receiver import RemoteSink
 from paddle_flexckpt.rollout.segment import LocalSink, SegmentDirectory, SegmentNames, Sink
+
+KEY = "a common secret."
 
 
 class Pusher:
@@ -38,11 +42,12 @@ class Pusher:
         names = SegmentNames(self._address.rpartition(":")[2] or "here", token, self._before, kept, self.nbytes, True)
         sink: Sink
         if self._address:
-            sink = RemoteSink(self._address, b"secret", names)
+            sink = RemoteSink(self._address, KEY.encode(), names)
         else:
-            sink = LocalSink(self._directory.open(names))
-        self._weights.write(sink, leads=True)
-        sink.finish()
+            sink = LocalSink(self._directory, names)
+        with contextlib.closing(sink):
+            self._weights.write(sink, leads=True)
+            sink.seal()
         self._before, self._current = self._current, token
         self.path = self._directory.path(names.file(token))
 
@@ -69,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         weights = PushedWeights(SoloCommunicator(), state, lambda: (b"{}",), "push", ReshardOptions())
         weights.plan(None, None, (0,))
         command = [sys.executable, "-m", "paddle_flexckpt", "receive", "--port", "0", "--directory", folder]
-        receiver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, SECRET: "secret"})
+        receiver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, SECRET: KEY})
         try:
             address = receiver.stderr.readline().split()[2] if receiver.stderr else ""
             here, there = Pusher(weights, folder), Pusher(weights, folder, address)

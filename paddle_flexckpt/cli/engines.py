@@ -6,13 +6,13 @@ Tested in tests/cli/test_apply.py and tests/rollout/test_receiver.py.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 from paddle_flexckpt.cli.common import add_json
+from paddle_flexckpt.rollout.authenticated import SECRET, find_secret
 from paddle_flexckpt.rollout.local_copy import apply_version
-from paddle_flexckpt.rollout.receiver import PORT, SECRET, Receiver
+from paddle_flexckpt.rollout.receiver import PORT, Receiver
 from paddle_flexckpt.rollout.segment import DIRECTORY
 
 
@@ -39,8 +39,9 @@ def add_command(commands: Any) -> None:
         "receive",
         help="take the weights that a trainer on other machines pushes to an engine on this one",
         description="Writes what the ranks of a trainer push with fc.WeightChannel(receiver=...) into shared memory, "
-        f"from which the engine of this machine loads it. {SECRET} is the secret, the same as on the trainer. Data is "
-        "not encrypted: listen on the cluster's own network. Runs until it is interrupted.",
+        f"from which the engine of this machine loads it. {SECRET} is the secret, the same as on the trainer; at "
+        "127.0.0.1 one is made. Data is not encrypted: listen on the cluster's own network. Runs until it is "
+        "interrupted.",
         epilog=f"example: {SECRET}=... flexckpt receive --host 10.0.0.7",
     )
     receiving.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: %(default)s)")
@@ -57,7 +58,8 @@ def _apply(options: argparse.Namespace) -> str:
 
 
 def _receive(options: argparse.Namespace) -> str:
-    receiver = Receiver(options.host, options.port, os.environ.get(SECRET, "").encode(), options.directory)
+    secret = find_secret(f"{options.host}:{options.port}", makes=True)
+    receiver = Receiver(options.host, options.port, secret, options.directory)
     print(f"receiving at {receiver.address} for {options.directory}", file=sys.stderr, flush=True)
     receiver.run()
     return ""

@@ -138,7 +138,7 @@ class PushedWeights:
         return self._live.renew()
 
     def write(self, sink: Sink, leads: bool) -> int:
-        """Write all parts; return the bytes of those that this rank wrote. Collective; errors are of all ranks.
+        """Write all parts, and finish; return the bytes that this rank wrote. Collective; errors are of all ranks.
 
         Args:
             sink: Where they go.
@@ -152,14 +152,24 @@ class PushedWeights:
             if leads:
                 sink.write(bytes_region(0, len(self.file.header)), np.frombuffer(self.file.header, np.uint8))
             try:
-                return self._write_pieces(sink), b""
+                written = self._write_pieces(sink)
             except OverflowingCastError as error:
                 raise error.of_key(self.file.names[error.row]) from None
+            return self._finish(sink, written, 0)
 
         written, _ = self._comm.together(first, self._context)
-        for parts in self._computed():
-            written += self._comm.together(functools.partial(self._send_all, sink, parts), self._context)[0]
+        for step, parts in enumerate(self._computed(), 1):
+
+            def more(step: int = step, parts: Iterable[Part] = parts) -> tuple[int, bytes]:
+                return self._finish(sink, self._send(sink, parts), step)
+
+            written += self._comm.together(more, self._context)[0]
         return written
+
+    def _finish(self, sink: Sink, written: int, step: int) -> tuple[int, bytes]:
+        if step == self._steps:
+            sink.finish()
+        return written, b""
 
     def parts(self) -> Iterator[Iterable[Part]]:
         """Yield this rank's parts, some at a time. Collective, even if a rank has none."""
@@ -182,9 +192,6 @@ class PushedWeights:
         """Return the elements of a tensor in a segment's bytes, flat."""
         begin = int(self._begins[row])
         return memory[begin : begin + self._chosen.infos[self.file.names[row]].nbytes].view(self._dtypes[row])
-
-    def _send_all(self, sink: Sink, parts: Iterable[Part]) -> tuple[int, bytes]:
-        return self._send(sink, parts), b""
 
     def _send(self, sink: Sink, parts: Iterable[Part]) -> int:
         """Write parts one by one; return their bytes."""

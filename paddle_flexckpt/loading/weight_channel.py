@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -29,9 +28,10 @@ from paddle_flexckpt.loading.push_handles import TOKEN_BYTES, VERSION_BYTES, Not
 from paddle_flexckpt.loading.pushed_weights import PushedWeights
 from paddle_flexckpt.observers import notify
 from paddle_flexckpt.overlaps import finish_steps
+from paddle_flexckpt.rollout.authenticated import find_secret
 from paddle_flexckpt.rollout.engine_client import TIMEOUT_SECONDS, EngineClient, refuse
 from paddle_flexckpt.rollout.push_reports import ComparedWeightsReport, PushReport
-from paddle_flexckpt.rollout.receiver import SECRET, RemoteSink
+from paddle_flexckpt.rollout.receiver import RemoteSink
 from paddle_flexckpt.rollout.segment import DIRECTORY, LocalSink, SegmentDirectory, SegmentNames, Sink, channel_of
 from paddle_flexckpt.rollout.switch import SwitchProcess, key_of
 from paddle_flexckpt.transfer.agreement import check_calls, check_coordinator
@@ -172,7 +172,7 @@ class WeightChannel:
         )
         self._switch = None
         try:
-            written, path = self._write(route, names)
+            written, path, digest = self._write(route, names)
         except BaseException:
             if self._switch is not None:
                 self._switch.stop()
@@ -181,7 +181,7 @@ class WeightChannel:
         switch = self._switch
         sent = Sent(name, path, names, written, planned, switch, begin, time.perf_counter() - begin)
         if switch is not None:
-            switch.begin(name, path)
+            switch.begin(name, path, digest)
         return PushHandle(functools.partial(self._finish, route, sent), lambda: switch is not None and switch.is_done())
 
     def _finish_pending(self) -> Any:
@@ -261,14 +261,14 @@ class WeightChannel:
         except OSError:  # a machine without such a directory is another one than the engine's
             return b""
 
-    def _write(self, route: Route, names: SegmentNames) -> tuple[int, str]:
-        """Write the segment, with the other ranks; return the bytes that this rank wrote, and the segment's path."""
+    def _write(self, route: Route, names: SegmentNames) -> tuple[int, str, str]:
+        """Write the segment, with the other ranks; return the bytes that this rank wrote, and path and digest of it."""
 
         def connect() -> tuple[Sink, bytes]:
             if self._leads:
                 self._switch = SwitchProcess(self._urls, self._options.timeout)
             if route.is_here:
-                sink: Sink = LocalSink(self._directory.open(names))
+                sink: Sink = LocalSink(self._directory, names)
                 return sink, self._directory.path(names.file(names.token)).encode()
             remote = self._connect(names)
             if remote.place != route.place:
@@ -283,17 +283,15 @@ class WeightChannel:
             return remote, remote.path.encode()
 
         sink, paths = self._comm.together(connect, self._context)
-        written = route.weights.write(sink, self._comm.rank == route.leader)
-
-        def finish() -> tuple[None, bytes]:
-            sink.finish()
-            return None, b""
-
-        self._comm.together(finish, self._context)
-        return written, paths[self._comm.ranks.index(route.leader)].decode()
+        leads, position = self._comm.rank == route.leader, self._comm.ranks.index(route.leader)
+        with contextlib.closing(sink):
+            written = route.weights.write(sink, leads)
+            _, digests = self._comm.together(lambda: (None, sink.seal().encode() if leads else b""), self._context)
+        return written, paths[position].decode(), digests[position].decode()
 
     def _connect(self, names: SegmentNames) -> RemoteSink:
-        return RemoteSink(str(self._options.receiver), os.environ.get(SECRET, "").encode(), names)
+        address = str(self._options.receiver)
+        return RemoteSink(address, find_secret(address), names)
 
     def _finish(self, route: Route, sent: Sent) -> PushReport:
         """Wait for the engine, with the other ranks."""

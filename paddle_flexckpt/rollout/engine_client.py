@@ -17,7 +17,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, EngineError, EngineLostError
 
-PROTOCOL = 2
+PROTOCOL = 3
 TIMEOUT_SECONDS = 600.0
 # An owner that calls nothing for so long counts as dead. One that lives asks again after half of it.
 SILENCE_SECONDS = 10.0

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import xxhash
 
-from paddle_flexckpt.catalog import CheckpointError, Problem, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.rollout.engine_client import PROTOCOL
 from paddle_flexckpt.rollout.mapped_tensors import Kinds, MappedTensors, ModelDirectory
 from paddle_flexckpt.rollout.segment import DIRECTORY, Region, place_of_directory
@@ -59,11 +59,12 @@ class Engine(Protocol):
 
 
 class Version(NamedTuple):
-    """A version of the weights, with the path of its segment; the base has none."""
+    """A version of the weights, with path and digest of its segment; the base has none."""
 
     name: str
     tensors: MappedTensors | None
     path: str = ""
+    digest: str = ""
 
 
 class OwnerError(ValidationError):
@@ -144,10 +145,11 @@ class EngineWorker:
         return {}
 
     @_of_owner
-    def stage(self, version: str, path: str) -> dict[str, Any]:
+    def stage(self, version: str, path: str, digest: str = "") -> dict[str, Any]:
         """Map a segment and compare its names, element types and shapes with the engine's checkpoint.
 
-        The model is not touched. What was staged before is dropped.
+        The model is not touched. What was staged before is dropped. ``digest`` is that of the segment
+        (:func:`~paddle_flexckpt.rollout.segment.digest_of`); without it, what is there now counts.
 
         Raises:
             ValidationError: The segment does not fit.
@@ -162,7 +164,7 @@ class EngineWorker:
         if problems:
             tensors.close()
             raise ValidationError(problems, f"version {version} does not fit the engine's model")
-        self._staged = Version(version, tensors, path)
+        self._staged = Version(version, tensors, path, digest or tensors.digest())
         return {"tensors": len(tensors.kinds)}
 
     @_of_owner
@@ -173,14 +175,14 @@ class EngineWorker:
 
         Raises:
             ValidationError: Another version is staged, or none; the model is as before.
+            CorruptCheckpointError: The segment has changed since it was written; likewise.
         """
         self._check_usable()
         if self._staged is None or self._staged.name != version:
             held = f"version {self._staged.name} is" if self._staged else "nothing is"
             raise ValidationError(f"version {version} cannot be committed: {held} staged")
         self._current, staged, self._staged = None, self._staged, None
-        with self._arrays(staged) as arrays:
-            self._engine.load(arrays)
+        self._load(staged)
         self._current = staged
         return {"version": version}
 
@@ -194,8 +196,7 @@ class EngineWorker:
         self._drop_staged()
         if self._current is not self._accepted:
             self._current, self._needs_restart = None, True
-            with self._arrays(self._accepted) as arrays:
-                self._engine.load(arrays)
+            self._load(self._accepted)
             self._current, self._needs_restart = self._accepted, False
         return {"version": self._accepted.name}
 
@@ -242,6 +243,12 @@ class EngineWorker:
             "live_unreadable": len(live.unreadable),
             "live_unreadable_names": dict(list(live.unreadable.items())[:_MOST_NAMES]),
         }
+
+    def _load(self, version: Version) -> None:
+        if version.tensors is not None and version.tensors.digest() != version.digest:
+            raise CorruptCheckpointError(f"the segment {version.path} has changed since it was written")
+        with self._arrays(version) as arrays:
+            self._engine.load(arrays)
 
     def _drop_staged(self) -> bool:
         staged, self._staged = self._staged, None

@@ -19,7 +19,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Pro
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.media.local import LocalInputFile
 from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, read_header
-from paddle_flexckpt.rollout.segment import hold
+from paddle_flexckpt.rollout.segment import digest_of, hold
 
 _INDEX = "model.safetensors.index.json"
 _NUMPY = {dtype.safetensors: dtype.numpy for dtype in DTYPES.values() if dtype.trailing == 1}
@@ -58,6 +58,10 @@ class MappedTensors:
                 array = whole[tensor.begin : tensor.end].view(_NUMPY[tensor.code])
                 self.arrays[name] = array.reshape(tensor.shape)
                 self.kinds[name] = tensor.code, tensor.shape
+
+    def digest(self) -> str:
+        """Return the digest of the first file, which is a segment."""
+        return digest_of(np.frombuffer(self._maps[0], np.uint8))
 
     def close(self) -> bool:
         """Unmap the files; return False where something still uses the memory, which then stays until that ends."""

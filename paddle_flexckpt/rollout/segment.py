@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import mmap
 import os
 import re
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from paddle_flexckpt.catalog import CheckpointError
 
 DIRECTORY = "/dev/shm"
 _NAME = re.compile(r"flexckpt-[0-9a-z]+-[0-9a-z]+\.safetensors", re.ASCII)
+# Hashed at a time.
+BLOCK_BYTES = 64 << 20
 # numpy's types by the size of an element; regions are moved, not computed with.
 ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
@@ -67,6 +72,12 @@ class Sink(Protocol):
     def finish(self) -> None:
         """Return when all bytes have arrived."""
 
+    def seal(self) -> str:
+        """Have the segment opened for writing no more, and return its digest; all writers have finished."""
+
+    def close(self) -> None:
+        """Release what is needed to write."""
+
 
 @dataclass(frozen=True)
 class Region:
@@ -88,8 +99,14 @@ class Region:
         """Return the view of this region of a segment's bytes.
 
         Raises:
-            ValueError: It leaves the segment; numpy compares.
+            ValueError: It leaves the segment.
         """
+        last = sum((extent - 1) * stride for extent, stride in zip(self.extents, self.strides))
+        if (
+            min(self.base, *self.strides, 0) < 0
+            or self.base + (last + self.itemsize) * all(self.extents) > memory.nbytes
+        ):
+            raise ValueError(f"a region of {self.extents} elements from byte {self.base} on")
         return np.ndarray(self.extents, ELEMENTS[self.itemsize], memory, self.base, self.strides)
 
 
@@ -131,8 +148,11 @@ class SegmentDirectory:
 
         Raises:
             CheckpointError: The shared memory is full; nothing of it is left.
+            ValueError: It was sealed.
             OSError: The file system refused otherwise.
         """
+        if self._is_sealed(names):
+            raise ValueError(f"segment {names.token} is finished")
         if names.token in self._maps:  # another sender was first
             return self._maps[names.token]
         recycled = self._maps.pop(names.recycled, None)
@@ -145,6 +165,7 @@ class SegmentDirectory:
                 "it had. Remedy (FC951): push again"
             )
         if names.recycled and names.leads:
+            os.chmod(self.path(names.file(names.recycled)), 0o600)
             os.rename(self.path(names.file(names.recycled)), path)
         if names.leads:
             self.remove(names)
@@ -172,6 +193,17 @@ class SegmentDirectory:
         finally:
             os.close(descriptor)
 
+    def seal(self, names: SegmentNames) -> str:
+        """Have a segment opened no more, by any process, and return its digest."""
+        os.chmod(self.path(names.file(names.token)), 0o400)
+        return digest_of(self._maps[names.token])
+
+    def _is_sealed(self, names: SegmentNames) -> bool:
+        try:
+            return not os.stat(self.path(names.file(names.token))).st_mode & 0o200
+        except FileNotFoundError:
+            return False
+
     def remove(self, names: SegmentNames) -> None:
         """Remove the channel's other segments than the new one and those that are kept."""
         kept = {*names.kept, names.token}
@@ -192,8 +224,8 @@ class SegmentDirectory:
             self.remove(replace(names, token=""))
 
     def drop(self, names: SegmentNames) -> None:
-        """Unmap the new segment, and remove its file."""
-        if self._maps.pop(names.token, None) is not None:
+        """Unmap the new segment, and remove its file, if it was not sealed."""
+        if not self._is_sealed(names) and self._maps.pop(names.token, None) is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path(names.file(names.token)))
 
@@ -201,9 +233,10 @@ class SegmentDirectory:
 class LocalSink:
     """A segment in this machine's shared memory as a destination."""
 
-    def __init__(self, memory: np.ndarray) -> None:
-        """Take the segment's bytes."""
-        self.memory = memory
+    def __init__(self, directory: SegmentDirectory, names: SegmentNames) -> None:
+        """Open the segment; errors as of :meth:`SegmentDirectory.open`."""
+        self.memory = directory.open(names)
+        self.seal = functools.partial(directory.seal, names)
 
     def write(self, region: Region, values: np.ndarray) -> None:
         """Write values."""
@@ -211,6 +244,8 @@ class LocalSink:
 
     def finish(self) -> None:
         """Do nothing: what is written is there."""
+
+    close = finish
 
 
 @dataclass(frozen=True)
@@ -234,7 +269,7 @@ def find_segments(directory: str, remove: bool = False) -> list[SegmentFile]:
     for name in sorted(filter(_NAME.fullmatch, os.listdir(directory))):
         path, held = os.path.join(directory, name), False
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             continue
         except PermissionError:
@@ -265,6 +300,13 @@ def _is_at(descriptor: int, path: str) -> bool:
 def hold(descriptor: int) -> None:
     """Protect a segment from `flexckpt clean` until its memory map is closed."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def digest_of(memory: np.ndarray) -> str:
+    """Return the digest of a segment's bytes, of which several threads hash blocks."""
+    blocks = [memory[begin : begin + BLOCK_BYTES] for begin in range(0, len(memory), BLOCK_BYTES)]
+    with ThreadPoolExecutor(min(len(blocks), os.cpu_count() or 1, 8)) as pool:
+        return xxhash.xxh3_128_hexdigest(b"".join(pool.map(xxhash.xxh3_128_digest, blocks)))
 
 
 def bytes_region(base: int, nbytes: int) -> Region:

@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 600.0
 KEEP_SECONDS = engine_client.SILENCE_SECONDS / 4
 
 
-def switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str, Any]:
+def switch(engines: Sequence[EngineClient], version: str, path: str, digest: str = "") -> dict[str, Any]:
     """Have engines serve the weights of a segment: on all their ranks, or on none.
 
     They stage while they serve. Then they are paused, and go on with the new version or with the one before. The switch
@@ -46,6 +46,7 @@ def switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str
         engines: The engines.
         version: The version's name.
         path: The segment's path there.
+        digest: The segment's digest.
 
     Returns:
         ``released``: whether the segment of the version before may be written again; ``seconds`` by phase, of which
@@ -61,7 +62,7 @@ def switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str
         ordered = sorted(engines, key=lambda engine: engine.url)
         for number, engine in enumerate(ordered):
             _each([engine], _own, ordered[:number])
-        return _switch(engines, version, path)
+        return _switch(engines, version, path, digest)
     except OvertakenError:
         with contextlib.suppress(CheckpointError):
             _each(engines, _step_back)
@@ -122,11 +123,11 @@ def _step_back(engine: EngineClient) -> None:
     _set_label(engine)
 
 
-def _switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[str, Any]:
+def _switch(engines: Sequence[EngineClient], version: str, path: str, digest: str) -> dict[str, Any]:
     begin, key = time.perf_counter(), key_of(version, path)
     _each(engines, _undo_halves)
     try:
-        _each(engines, lambda engine: _stage(engine, version, path))
+        _each(engines, lambda engine: _stage(engine, version, path, digest))
     except EngineError:
         with contextlib.suppress(EngineError):
             _each(engines, lambda engine: engine.workers("flex_discard"))
@@ -157,8 +158,8 @@ def _switch(engines: Sequence[EngineClient], version: str, path: str) -> dict[st
     return {"released": released, "seconds": seconds}
 
 
-def _stage(engine: EngineClient, version: str, path: str) -> None:
-    staged = engine.workers("flex_stage", key_of(version, path), path)
+def _stage(engine: EngineClient, version: str, path: str, digest: str) -> None:
+    staged = engine.workers("flex_stage", key_of(version, path), path, digest)
     remedy = "see the engine's log, and push again"
     if "does not fit" in failures(staged):
         remedy = "give names, shapes and dtypes of the engine's checkpoint by statements (aoa_config=), and push again"
@@ -252,13 +253,13 @@ class SwitchProcess:
             start_new_session=True,
         )
 
-    def begin(self, version: str, path: str) -> None:
+    def begin(self, version: str, path: str, digest: str = "") -> None:
         """Send the request."""
         pipe = self._process.stdin
         if pipe is not None:
             # A line: the end of the pipe would not arrive while a process that was forked meanwhile holds it too.
             with contextlib.suppress(BrokenPipeError):  # the result says that the process has died
-                request = {"urls": self._urls, "timeout": self._timeout, "version": version, "path": path}
+                request = {"urls": self._urls, "timeout": self._timeout, "switch": [version, path, digest]}
                 pipe.write(json.dumps(request).encode() + b"\n")
                 pipe.close()
 
@@ -298,7 +299,7 @@ def main() -> None:
     asked = json.loads(text)
     try:
         engines = [EngineClient(url, asked["timeout"]) for url in asked["urls"]]
-        outcome = switch(engines, asked["version"], asked["path"])
+        outcome = switch(engines, *asked["switch"])
     except CheckpointError as error:
         outcome = {"error": str(error), "lost": isinstance(error, EngineLostError)}
     sys.stdout.write(json.dumps(outcome) + "\n")

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.rollout.receiver import SECRET, Receiver
+from paddle_flexckpt.rollout.authenticated import SECRET
+from paddle_flexckpt.rollout.receiver import Receiver
 from paddle_flexckpt.testing.cpu_world import init_fleet
 from tests.rollout.stub_engine import StubEngine
 
@@ -82,7 +83,7 @@ def write_base(strategy, directory, aoa_config):
 def push(strategy, directory, url, aoa_config, elsewhere=(), **options):
     """Push three times, publishing what was pushed; return what this rank wrote, agreed and compared."""
     rank = paddle.distributed.get_rank()
-    os.environ[SECRET] = "secret"
+    os.environ[SECRET] = "a common secret."
     model = build(strategy)
     channel = fc.WeightChannel(url, aoa_config=aoa_config, **options)
     if rank in elsewhere:
@@ -152,7 +153,7 @@ def test_the_engine_has_what_publish_writes(world, tmp_path, strategy, way):
     base = str(tmp_path / "0")
     ranks.run(write_base, strategy=strategy, directory=base, aoa_config=names)
     stub = StubEngine(base, read(base), 2)
-    server = Receiver("127.0.0.1", 0, b"secret")
+    server = Receiver("127.0.0.1", 0, b"a common secret.")
     thread = threading.Thread(target=server.run)
     thread.start()
     elsewhere = {"here": (), "one rank elsewhere": (1,), "all elsewhere": tuple(range(size))}[way]

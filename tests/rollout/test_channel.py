@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog.dtypes import dtype_of
 from paddle_flexckpt.loading import weight_channel
-from paddle_flexckpt.rollout.receiver import SECRET, Receiver
+from paddle_flexckpt.rollout.authenticated import SECRET
+from paddle_flexckpt.rollout.receiver import Receiver
 from paddle_flexckpt.rollout.segment import SegmentDirectory
 from paddle_flexckpt.rollout.switch import SwitchProcess
 from tests.rollout.numpy_engine import model_directory, weights
@@ -105,7 +106,7 @@ def test_a_second_push_plans_nothing_and_agrees_in_64_bytes(stub, monkeypatch):
     monkeypatch.setattr(kind, "all_gather", lambda self, data: sent.append(data) or gather(self, data))
     monkeypatch.setattr(weight_channel, "PushedWeights", None)
     channel.push(model)
-    # The notice; that the segment is open (its path), written and finished; the outcome.
+    # The notice; that the segment is open (its path), written, and sealed (its digest); the outcome.
     assert len(sent) == 5
     assert len(sent[0]) <= 64
 
@@ -114,6 +115,31 @@ def test_the_engine_serves_until_the_segment_is_staged(stub):
     channel = fc.WeightChannel(stub.url)
     channel.push(tensors(1))
     assert stub.calls.index("/pause") > stub.calls.index("flex_stage")
+
+
+@pytest.mark.parametrize("call", ["flex_stage", "flex_commit"])
+def test_a_segment_that_is_changed_after_it_was_written_is_not_served(stub, receiver, call):
+    channel, model = fc.WeightChannel(stub.url, **receiver), tensors(1)
+    channel.push(model)
+    (before,) = segments(stub.url)
+
+    def overwrite():
+        (name,) = {*segments(stub.url)} - {before}
+        path = Path("/dev/shm", name)
+        assert path.stat().st_mode & 0o777 == 0o400
+        path.chmod(0o600)
+        with path.open("r+b") as file:
+            file.seek(-4, os.SEEK_END)
+            file.write(b"evil")
+
+    change(model, 2)
+    stub.faults[call] = [overwrite]
+    with pytest.raises(fc.EngineError, match="has changed since it was written"):
+        channel.push(model)
+    assert stub.holds(weights(1))
+    assert segments(stub.url) == [before]
+    channel.push(model)
+    assert stub.holds(weights(2))
 
 
 def test_a_push_may_go_on_beside_the_training(stub):
@@ -248,9 +274,9 @@ def receiver(request, tmp_path, monkeypatch):
     if request.param == "here":
         yield {}
         return
-    monkeypatch.setenv(SECRET, "secret")
+    monkeypatch.setenv(SECRET, "a common secret.")
     monkeypatch.setattr(weight_channel.WeightChannel, "_own_place", lambda self: b"another machine")
-    server = Receiver("127.0.0.1", 0, b"secret")
+    server = Receiver("127.0.0.1", 0, b"a common secret.")
     thread = threading.Thread(target=server.run)
     thread.start()
     yield {"receiver": server.address}
@@ -442,10 +468,10 @@ def test_a_switch_that_is_killed_before_it_gets_its_request(stub, monkeypatch):
     channel, model = fc.WeightChannel(stub.url), tensors(1)
     begin = SwitchProcess.begin
 
-    def killed(self, version, path):
+    def killed(self, *request):
         self._process.kill()
         self._process.wait()
-        begin(self, version, path)
+        begin(self, *request)
 
     with monkeypatch.context() as patch:
         patch.setattr(SwitchProcess, "begin", killed)
@@ -488,7 +514,8 @@ def test_a_push_that_fails_leaves_no_memory_on_the_engines_machine(stub, receive
 
 def test_a_receiver_beside_another_engine(stub, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_channel.WeightChannel, "_own_place", lambda self: b"another machine")
-    server = Receiver("127.0.0.1", 0, b"", str(tmp_path))
+    monkeypatch.setenv(SECRET, "a common secret.")
+    server = Receiver("127.0.0.1", 0, b"a common secret.", str(tmp_path))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -499,7 +526,8 @@ def test_a_receiver_beside_another_engine(stub, tmp_path, monkeypatch):
         thread.join()
 
 
-def test_a_receiver_that_is_killed(stub, monkeypatch):
+def test_a_receiver_that_is_killed(stub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # where the receiver makes a secret
     monkeypatch.setattr(weight_channel.WeightChannel, "_own_place", lambda self: b"another machine")
 
     def start():

@@ -51,7 +51,7 @@ def test_an_answer_of_something_else_is_no_answer(stub, monkeypatch, answer):
 
 def test_another_version_of_the_extension(stub, monkeypatch):
     monkeypatch.setattr("paddle_flexckpt.rollout.engine_worker.PROTOCOL", 7)
-    with pytest.raises(EngineError, match=r"has protocol 7, and this library 2.*install the same version"):
+    with pytest.raises(EngineError, match=r"has protocol 7, and this library 3.*install the same version"):
         EngineClient(stub.url).status()
 
 
@@ -69,7 +69,7 @@ def test_an_older_extension_is_told_apart_by_a_call_that_it_takes(stub, monkeypa
 
     monkeypatch.setattr(stub, "_post_collective_rpc", old)
     for _ in range(2):
-        with pytest.raises(EngineError, match=r"has protocol 1, and this library 2.*FC952\): install the same version"):
+        with pytest.raises(EngineError, match=r"has protocol 1, and this library 3.*FC952\): install the same version"):
             client.status()
     assert stub.paused is None
 
@@ -85,7 +85,7 @@ def test_answers_that_name_no_call_are_of_another_protocol(stub, monkeypatch):
 
     client.status()
     monkeypatch.setattr(stub, "_post_collective_rpc", nameless)
-    with pytest.raises(EngineError, match=r"has protocol 1, and this library 2.*FC952\): install the same"):
+    with pytest.raises(EngineError, match=r"has protocol 1, and this library 3.*FC952\): install the same"):
         client.workers("flex_discard")
     assert stub.paused is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import xxhash
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.rollout.engine_worker import EngineWorker, LiveComparison, answer
-from paddle_flexckpt.rollout.segment import place_of_directory
+from paddle_flexckpt.rollout.segment import digest_of, place_of_directory
 from tests.rollout.numpy_engine import NumpyEngine, model_directory, segment, weights, workers
 
 BASE, ONE, TWO = weights(1), weights(2), weights(3)
@@ -164,6 +165,39 @@ def test_a_segment_that_does_not_fit_is_refused(ranks: Ranks, arrays: dict[str, 
     assert ranks.hold(BASE)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_segment_that_changes_after_it_was_written_is_not_served(ranks: Ranks, given: bool) -> None:
+    """Neither by a commit, nor by a roll-back."""
+    assert ranks.commit("1", ONE) == [True, True]
+    ranks.call("accept", "1")
+    path = Path(segment(ranks.path / "2.safetensors", TWO))
+    digest = digest_of(np.fromfile(path, np.uint8))
+    if not given:
+        ranks.call("stage", "2", str(path))
+    flip(path)
+    if given:
+        ranks.call("stage", "2", str(path), digest)
+    for each in ranks.call("commit", "2"):
+        assert each["error"] == f"CorruptCheckpointError: the segment {path} has changed since it was written"
+    assert ranks.hold(ONE)
+    assert [each["version"] for each in ranks.call("rollback")] == ["1", "1"]
+    ranks.stage("3", TWO)
+    ranks.call("commit", "3")
+    flip(ranks.path / "1.safetensors")
+    for each in ranks.call("rollback"):
+        assert "has changed since it was written" in each["error"]
+    assert [each["needs_restart"] for each in ranks.call("status")] == [True, True]
+
+
+def flip(path: Path) -> None:
+    """Change the last byte in place, as a process that has it mapped does."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
 def test_a_truncated_segment_is_refused(ranks: Ranks) -> None:
     path = Path(segment(ranks.path / "1.safetensors", ONE))
     path.write_bytes(path.read_bytes()[:-4])
@@ -213,7 +247,7 @@ def test_a_model_without_safetensors_files_is_refused(tmp_path: Path) -> None:
 def test_status_names_the_process_and_the_place(ranks: Ranks) -> None:
     status = ranks.call("status", str(ranks.path))
     assert {each["place"] for each in status} == {place_of_directory(str(ranks.path))} != {place_of_directory("/")}
-    assert {each["protocol"] for each in status} == {2}
+    assert {each["protocol"] for each in status} == {3}
 
 
 def digests(version: str, arrays: dict[str, np.ndarray]) -> str:

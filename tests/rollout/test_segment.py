@@ -17,6 +17,7 @@ from paddle_flexckpt.rollout.segment import (
     SegmentDirectory,
     SegmentNames,
     bytes_region,
+    digest_of,
     find_segments,
 )
 
@@ -24,8 +25,7 @@ FIRST = SegmentNames("c", "aa", "", (), 4096, True)
 
 
 def test_a_region_is_written_in_its_place(tmp_path):
-    memory = SegmentDirectory(str(tmp_path)).open(FIRST)
-    sink = LocalSink(memory)
+    sink = LocalSink(SegmentDirectory(str(tmp_path)), FIRST)
     values = np.arange(6, dtype=np.uint16).reshape(2, 3)
     # Two rows of three elements, from byte 10, as columns of rows of five.
     sink.write(Region(10, (2, 3), (10, 2), 2), values)
@@ -57,6 +57,34 @@ def test_the_memory_of_a_released_segment_is_used_again_under_another_name(tmp_p
     assert leader.open(third)[:3].tolist() == [7, 9, 7]
     assert sorted(os.listdir(tmp_path)) == ["flexckpt-c-bb.safetensors", "flexckpt-c-cc.safetensors"]
     assert os.stat(tmp_path / "flexckpt-c-cc.safetensors").st_ino == inode
+
+
+def test_a_sealed_segment_is_not_opened_again(tmp_path):
+    """By any process; its memory may be used again under another name."""
+    directory = SegmentDirectory(str(tmp_path))
+    directory.open(FIRST)[:] = 7
+    assert directory.seal(FIRST) == digest_of(np.full(4096, 7, np.uint8))
+    path = tmp_path / "flexckpt-c-aa.safetensors"
+    assert path.stat().st_mode & 0o777 == 0o400
+    for each in (directory, SegmentDirectory(str(tmp_path))):
+        with pytest.raises(ValueError, match="segment aa is finished"):
+            each.open(FIRST)
+        each.drop(FIRST)
+    assert path.exists()
+    second = replace(FIRST, token="bb", recycled="aa")
+    directory.open(second)[:] = 8
+    directory.seal(second)
+    assert os.listdir(tmp_path) == ["flexckpt-c-bb.safetensors"]
+
+
+def test_digests_depend_on_every_block(monkeypatch):
+    monkeypatch.setattr(segment, "BLOCK_BYTES", 64)
+    memory = np.zeros(1000, np.uint8)
+    found = {digest_of(memory)}
+    for at in range(0, 1000, 50):
+        memory[at] = 1
+        found.add(digest_of(memory))
+    assert len(found) == 21
 
 
 def test_a_process_without_the_released_segment_refuses(tmp_path):

@@ -198,7 +198,7 @@ def test_the_weight_transfer_engine_of_one_rank(pair: Pair) -> None:
     url = pair.first.url
     push(url, "50", pair.old)
     old, new = pair.first.logprobs(), pair.second.logprobs()
-    assert call(url, "/init_weight_transfer_engine", {"init_info": {"protocol": 2}})[0] == 200
+    assert call(url, "/init_weight_transfer_engine", {"init_info": {"protocol": 3}})[0] == 200
 
     def update(version: str, segment: str) -> int:
         assert call(url, "/pause?mode=keep")[0] == 200
