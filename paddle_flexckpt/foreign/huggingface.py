@@ -212,11 +212,7 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
 def read_weights(backend: Backend, source: str, *more: str, wanted: Collection[str] | None = None) -> Weights:
     """Read the headers of an index's files, and compare them with the index; or those of one file, or of several.
 
-    Args:
-        backend: The directory.
-        source: The index, or a file.
-        *more: The other files.
-        wanted: Names of tensors; of an index's files, those without any of them are left out. None wants all.
+    ``wanted``: names of tensors; of an index's files, those without any of them are left out. None wants all.
 
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or index and files contradict each other.

@@ -55,11 +55,7 @@ class ResolvedWeights(Backend):
     """
 
     def __init__(self, root: Backend, chain: Sequence[WeightVersion]) -> None:
-        """Take a model and the deltas on it; ``root``: where versions are.
-
-        Raises:
-            CorruptCheckpointError: A delta is about a tensor that is not there.
-        """
+        """Take a model and the deltas on it; CorruptCheckpointError if one is about a tensor that is not there."""
         self.source, self.weights, self._root, self._deltas = chain[0].backend, chain[0].weights, root, chain[1:]
         self._first = chain[0]
         self.path, self.locks, self.at_once = chain[-1].backend.path, self.source.locks, self.source.at_once
@@ -92,8 +88,7 @@ class ResolvedWeights(Backend):
     def chunks(self, name: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the place and the bytes of each part of a tensor in order; the parts share memory.
 
-        Raises:
-            CorruptCheckpointError: They do not have the checksum of the last version that has one.
+        CorruptCheckpointError: they do not have the checksum of the last version that has one.
         """
         file = self.weights.files[self.weights.file_of[name]]
         tensor, nbytes = file.tensors[name], file.tensors[name].end - file.tensors[name].begin

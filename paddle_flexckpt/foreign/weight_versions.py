@@ -128,14 +128,9 @@ def read_chain(
 ) -> list[WeightVersion]:
     """Return the versions that make up a version: a full one, and the deltas after it.
 
-    Args:
-        root: Where the versions are.
-        number: The version.
-        applied: The version of a copy; from there the deltas are enough, unless there is a full version after it.
-        wanted: Names of tensors; files without any of them need not be read. None wants all.
-
-    Raises:
-        CorruptCheckpointError: One of them is missing or not whole; the text names a full version to take.
+    ``applied``: the version of a copy; from there the deltas are enough, unless there is a full version after it.
+    ``wanted``: names of tensors; files without any of them need not be read. None wants all.
+    CorruptCheckpointError: one of them is missing or not whole; the text names a full version to take.
     """
     chain: list[WeightVersion] = []
     while number != applied:

@@ -39,11 +39,7 @@ class DeltaFiles(ModelFiles):
         encoding: str,
         checksum: str,
     ) -> None:
-        """Touch nothing yet; ``base``: the version before; the other arguments as of the base class and the format.
-
-        Raises:
-            ValidationError: The version before has other tensors, or the encoding does not fit one.
-        """
+        """Touch nothing yet; ``base`` is the version before; ValidationError if it does not fit."""
         super().__init__(output, files, infos, "", is_shared=False)
         self._infos, self._base, self._encoding, self._checksum = infos, base, encoding, checksum
         self.changed: dict[str, int] = {}

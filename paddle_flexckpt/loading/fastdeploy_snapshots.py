@@ -176,11 +176,7 @@ class SnapshotPublication(Publication):
 def choose_axes(
     infos: Mapping[str, TensorInfo], axes: Mapping[str, Axis], degree: int
 ) -> dict[str, tuple[int, Sequence[int]]]:
-    """Return the axis of each tensor that is split, and the shares along it.
-
-    Raises:
-        ValidationError: A pattern matches no tensor, patterns contradict each other, or a tensor cannot be split so.
-    """
+    """Return axis and shares of each tensor that is split; ValidationError if it cannot be, or patterns do not fit."""
     found: dict[str, tuple[int, Sequence[int]]] = {}
     problems: list[Problem | str] = []
     for pattern, given in axes.items():

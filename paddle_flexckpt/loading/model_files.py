@@ -40,15 +40,7 @@ class ModelFiles:
         token: str,
         is_shared: bool,
     ) -> None:
-        """Touch nothing yet.
-
-        Args:
-            output: The directory.
-            files: All files.
-            infos: All tensors.
-            token: The mark of unfinished files' names, the same on every rank, and different for each call.
-            is_shared: As of the class.
-        """
+        """Touch nothing yet; ``token``, the same on all ranks and new for each call, marks unfinished files."""
         self._output, self._all, self._token, self.is_shared = output, files, token, is_shared
         self.names = [name for file in files for name in file.names]
         self.files = {name: file for file in files for name in file.names}
@@ -62,12 +54,7 @@ class ModelFiles:
         self._open: dict[str, OutputParts] = {}
 
     def begin(self, own: Sequence[TensorFile], removes_all: bool) -> None:
-        """Create the shared files that this rank owns.
-
-        Args:
-            own: This rank's.
-            removes_all: Whether it removes all if the call fails, and not its own alone.
-        """
+        """Create the shared files that this rank owns; it removes all if the call fails, or these alone."""
         if not self.is_shared:
             return
         for file in self._all if removes_all else own:
@@ -146,12 +133,7 @@ class ModelFiles:
         return self._output.backend.where(self._unfinished(file) if self.is_shared else file)
 
     def commit(self, index: str, contents: bytes) -> None:
-        """Make all files appear, then their index. One rank does this, when all data is durable.
-
-        Args:
-            index: The name of the index; "" where they need none.
-            contents: What it contains.
-        """
+        """Make all files appear, then their index, if they need one. One rank does this, when all data is durable."""
         backend = self._output.backend
         if self.is_shared:
             for file in self._all:

@@ -84,15 +84,10 @@ class PushedWeights:
         self.messages = self._live.messages
 
     def plan(self, aoa_config: Any, prefix: str | None, writers: Sequence[int]) -> None:
-        """Choose the tensors, and find out which parts this rank writes. All ranks get the same choice.
+        """Choose the tensors as ``publish`` does, and find out which parts this rank writes; all choose the same.
 
-        Args:
-            aoa_config: As of ``publish``.
-            prefix: As of ``publish``.
-            writers: The ranks that share the work where several could do it: those on the engine's machine.
-
-        Raises:
-            ValidationError: The statements do not fit, or a segment cannot hold a tensor.
+        ``writers``: the ranks that share the work where several could do it, which are on the engine's machine.
+        ValidationError: the statements do not fit, or a segment cannot hold a tensor.
         """
         start = f"{prefix}." if prefix else ""
         self._chosen: Chosen = choose_tensors(self._live.catalog, aoa_config, start, False)
@@ -138,14 +133,9 @@ class PushedWeights:
         return self._live.renew()
 
     def write(self, sink: Sink, leads: bool) -> int:
-        """Write all parts, and finish; return the bytes that this rank wrote. Collective; errors are of all ranks.
+        """Write all parts, and finish; return the bytes that this rank wrote; one leads, and writes the header.
 
-        Args:
-            sink: Where they go.
-            leads: Whether this rank writes the header.
-
-        Raises:
-            CheckpointError: A rank could not write; the same on every rank.
+        Collective: CheckpointError on every rank if one could not write.
         """
 
         def first() -> tuple[int, bytes]:
@@ -155,21 +145,15 @@ class PushedWeights:
                 written = self._write_pieces(sink)
             except OverflowingCastError as error:
                 raise error.of_key(self.file.names[error.row]) from None
-            return self._finish(sink, written, 0)
+            if not self._steps:
+                sink.finish()
+            return written, b""
 
         written, _ = self._comm.together(first, self._context)
         for step, parts in enumerate(self._computed(), 1):
-
-            def more(step: int = step, parts: Iterable[Part] = parts) -> tuple[int, bytes]:
-                return self._finish(sink, self._send(sink, parts), step)
-
-            written += self._comm.together(more, self._context)[0]
+            send = functools.partial(self._send_all, sink, parts, step == self._steps)
+            written += self._comm.together(send, self._context)[0]
         return written
-
-    def _finish(self, sink: Sink, written: int, step: int) -> tuple[int, bytes]:
-        if step == self._steps:
-            sink.finish()
-        return written, b""
 
     def parts(self) -> Iterator[Iterable[Part]]:
         """Yield this rank's parts, some at a time. Collective, even if a rank has none."""
@@ -192,6 +176,12 @@ class PushedWeights:
         """Return the elements of a tensor in a segment's bytes, flat."""
         begin = int(self._begins[row])
         return memory[begin : begin + self._chosen.infos[self.file.names[row]].nbytes].view(self._dtypes[row])
+
+    def _send_all(self, sink: Sink, parts: Iterable[Part], is_last: bool) -> tuple[int, bytes]:
+        written = self._send(sink, parts)
+        if is_last:
+            sink.finish()
+        return written, b""
 
     def _send(self, sink: Sink, parts: Iterable[Part]) -> int:
         """Write parts one by one; return their bytes."""

@@ -44,8 +44,6 @@ logger = logging.getLogger("paddle_flexckpt")
 _CALL = "WeightPublisher.publish"
 # Of a random text in the metadata of each version, by which receivers tell it from one of another run.
 ID = "version_id"
-# Of a file that was written, at a time.
-READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -197,8 +195,7 @@ class _FullPublication(Publication):
             with backend.open(file) as stored:
                 for name, tensor in read_tensor_file(backend, file).tensors.items():
                     hasher = new_hasher(self._options.checksum)
-                    for begin in range(tensor.begin, tensor.end, READ_BYTES):
-                        hasher.update(stored.read(begin, min(READ_BYTES, tensor.end - begin)))
+                    hasher.update(stored.read(tensor.begin, tensor.end - tensor.begin))
                     found[name] = hasher.hexdigest()
         return found
 

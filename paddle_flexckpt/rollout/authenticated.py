@@ -34,41 +34,28 @@ _LENGTH = struct.Struct("<I")
 
 
 def find_secret(address: str, makes: bool = False) -> bytes:
-    """Return the secret for a receiver at ``host:port``: the environment's; for this machine, or that in a file.
+    """Return the secret for a receiver at ``host:port``: the environment's; for this machine, or that of a file.
 
-    ``makes``: whether to make the file if it is not there. Errors as of :func:`check_secret`.
+    ``makes``: whether to make the file if it is not there. ValidationError: there is no secret, or it is too short.
     """
     secret = os.environ.get(SECRET, "").encode()
     if not secret and address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
         secret = _read_secret(os.path.expanduser(SECRET_FILE), makes)
-    check_secret(address, secret)
-    return secret
-
-
-def check_secret(address: str, secret: bytes) -> None:
-    """Raise ValidationError if a secret is too short."""
     if len(secret) < LEAST_BYTES:
-        raise ValidationError(
-            [
-                f"a receiver at {address} needs a secret of at least {LEAST_BYTES} bytes. Remedy (FC951): set "
-                f"{SECRET}, the same text as on the trainer"
-            ]
-        )
+        what = f"a receiver at {address} needs a secret of at least {LEAST_BYTES} bytes"
+        raise ValidationError([f"{what}. Remedy (FC951): set {SECRET}, the same text as on the trainer"])
+    return secret
 
 
 def _read_secret(path: str, makes: bool) -> bytes:
     """Return the contents of a file that only this user reads; nothing if there is no such file."""
-    with contextlib.suppress(OSError):
-        if makes and not os.path.lexists(path):
-            own = f"{path}.{os.getpid()}"
-            with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+    with contextlib.suppress(FileExistsError):
+        if makes:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
-            with contextlib.suppress(FileExistsError):  # another receiver was faster
-                os.link(own, path)
-            os.unlink(own)
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            state = os.fstat(file.fileno())
-            return file.read() if state.st_uid == os.getuid() and not state.st_mode & 0o077 else b""
+    with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        state = os.fstat(file.fileno())
+        return file.read() if state.st_uid == os.getuid() and not state.st_mode & 0o077 else b""
     return b""
 
 
@@ -84,10 +71,7 @@ def _receive(connection: socket.socket, left: memoryview, deadline: float | None
 
 
 def refuse(connection: socket.socket, error: Exception, peer: AuthenticatedConnection | None, seconds: float) -> None:
-    """Say why a connection ends, and wait until the other side has closed it; a stranger for so many seconds at most.
-
-    A stranger of protocol 1 understands it, too.
-    """
+    """Say why a connection ends, a stranger of protocol 1 too, and wait until the other side has closed it."""
     with contextlib.suppress(OSError, EOFError):
         if peer is None:
             text = json.dumps({"error": str(error)}).encode()
@@ -95,7 +79,7 @@ def refuse(connection: socket.socket, error: Exception, peer: AuthenticatedConne
         else:
             peer.send_object({"error": str(error)})
         connection.shutdown(socket.SHUT_WR)
-        deadline = None if peer else time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:  # what was under way, or the text would not arrive
             _receive(connection, memoryview(bytearray(1 << 16)), deadline)
 
@@ -104,18 +88,9 @@ class AuthenticatedConnection:
     """One side of a connection, after both have proved that they know the secret."""
 
     def __init__(self, connection: socket.socket, secret: bytes, receives: bool, seconds: float) -> None:
-        """Prove this side, and check the other one.
+        """Prove this side, the receiver's or the sender's, and check the other one, which may take so many seconds.
 
-        Args:
-            connection: The socket; it stays open if this raises.
-            secret: The common secret.
-            receives: Whether this is the receiver's side.
-            seconds: How long the other side may take.
-
-        Raises:
-            OSError: The other side took too long, or the connection failed.
-            EOFError: It has closed the connection.
-            ValueError: It does not know the secret, or has another protocol.
+        ValueError: it does not know the secret, or has another protocol; OSError, EOFError: it does not say.
         """
         self._socket, own, deadline = connection, _MARK + os.urandom(_NONCE), time.monotonic() + seconds
 

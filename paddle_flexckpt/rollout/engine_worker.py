@@ -148,12 +148,8 @@ class EngineWorker:
     def stage(self, version: str, path: str, digest: str = "") -> dict[str, Any]:
         """Map a segment and compare its names, element types and shapes with the engine's checkpoint.
 
-        The model is not touched. What was staged before is dropped. ``digest`` is that of the segment
-        (:func:`~paddle_flexckpt.rollout.segment.digest_of`); without it, what is there now counts.
-
-        Raises:
-            ValidationError: The segment does not fit.
-            CorruptCheckpointError: It is not a whole safetensors file.
+        The model is not touched. What was staged before is dropped. ``digest`` is that of the sealed segment; without
+        it, what is there now counts. An error says that the segment does not fit, or is no whole safetensors file.
         """
         self._check_usable()
         self._drop_staged()
@@ -169,13 +165,9 @@ class EngineWorker:
 
     @_of_owner
     def commit(self, version: str) -> dict[str, Any]:
-        """Load the staged version; the engine has to be paused.
+        """Load the staged version, which is the only one that may be named; the engine has to be paused.
 
-        After an error the model may hold parts of both, until :meth:`rollback`.
-
-        Raises:
-            ValidationError: Another version is staged, or none; the model is as before.
-            CorruptCheckpointError: The segment has changed since it was written; likewise.
+        After another error the model may hold parts of both, until :meth:`rollback`.
         """
         self._check_usable()
         if self._staged is None or self._staged.name != version:
@@ -202,11 +194,7 @@ class EngineWorker:
 
     @_of_owner
     def accept(self, version: str) -> dict[str, Any]:
-        """Drop the version before; ``released`` says whether its segment is no longer mapped.
-
-        Raises:
-            ValidationError: Another version is committed.
-        """
+        """Drop the version before the committed one; ``released``: its segment is no longer mapped."""
         if self._current is None or self._current.name != version:
             raise ValidationError(f"version {version} cannot be accepted: the worker holds version {self._name}")
         before, self._accepted = self._accepted, self._current

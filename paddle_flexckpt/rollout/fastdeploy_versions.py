@@ -18,7 +18,7 @@ from typing import NamedTuple
 import xxhash
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError
-from paddle_flexckpt.foreign.huggingface import INDEX_FILE, find_weights, read_tensor_index, read_weights
+from paddle_flexckpt.foreign.huggingface import find_weights, read_weights
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.rollout.mapped_tensors import MappedTensors
 
@@ -71,11 +71,7 @@ def file_digest(path: str) -> str:
 
 
 def version_directory(directory: str, step: object) -> str:
-    """Return the directory of a step.
-
-    Raises:
-        ValidationError: There is none.
-    """
+    """Return the directory of a step; ValidationError if there is none."""
     name = str(step)
     path = os.path.join(directory, name)
     if name in ("", ".", "..") or os.sep in name or "\0" in name or not os.path.isdir(path):
@@ -88,18 +84,10 @@ def version_directory(directory: str, step: object) -> str:
 
 
 def open_snapshot(directory: str, step: object, rank: int, ranks: int | None, verify: bool) -> MappedTensors:
-    """Map the tensors of a rank of the engine. Sizes and headers of its files are checked.
+    """Map the tensors of a rank of the engine, of which ``ranks`` may not be known.
 
-    Args:
-        directory: The directory of all versions, by step.
-        step: The version.
-        rank: The engine's rank.
-        ranks: The engine's ranks; None: not known.
-        verify: Whether the files' digests are compared, too.
-
-    Raises:
-        ValidationError: There is no such version, or it is not for such an engine.
-        CorruptCheckpointError: It is damaged.
+    Sizes and headers of its files are checked, and with ``verify`` their digests. ValidationError: there is no such
+    version, or it is not for such an engine. CorruptCheckpointError: it is damaged.
     """
     path = version_directory(directory, step)
     listing = os.path.join(path, VERSION_FILE)
@@ -139,13 +127,7 @@ def _checked(path: str, snapshot: Listing, rank: int, verify: bool) -> Iterator[
 def open_model(directory: str, step: object) -> MappedTensors:
     """Map whole tensors under Hugging Face names, as ``publish`` writes them; index and headers are checked.
 
-    Args:
-        directory: The directory of all versions, by step.
-        step: The version.
-
-    Raises:
-        ValidationError: There is no such version, or it is a delta.
-        CorruptCheckpointError: It is damaged, or not whole.
+    ValidationError: there is no such version, or it is a delta. CorruptCheckpointError: it is damaged, or not whole.
     """
     path = version_directory(directory, step)
     backend = open_backend(path)
@@ -155,7 +137,7 @@ def open_model(directory: str, step: object) -> MappedTensors:
             f"{path} has no safetensors files: the version is not whole yet, or was not. Remedy (FC303): wait for the "
             "call that publishes it, or publish it again, in another directory"
         )
-    metadata = read_tensor_index(backend, sources[0]).settings.get("metadata") if INDEX_FILE in sources[0] else None
-    if isinstance(metadata, dict) and "delta_encoding" in metadata:
+    weights = read_weights(backend, *sources)
+    if weights.is_delta:
         raise ValidationError(f"{path} is a delta to another version. Remedy (FC101): publish this step whole")
-    return MappedTensors(backend.where(name) for name in read_weights(backend, *sources).files)
+    return MappedTensors(map(backend.where, weights.files))

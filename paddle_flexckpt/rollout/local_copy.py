@@ -198,11 +198,7 @@ class _LocalCopy:
             ) from error
 
     def applied(self, source: Backend, version: int) -> int | None:
-        """Return the version that the copy has; None if it cannot be used for this one.
-
-        Raises:
-            CorruptCheckpointError: The copy's files are not as they were.
-        """
+        """Return the version that the copy has; None if it cannot be used for this one; errors as of its check."""
         state = self._read(STATE)
         number = state.get("version")
         if number in (None, _UNFINISHED) or number > version:

@@ -40,9 +40,7 @@ class MappedTensors:
     def __init__(self, paths: Iterable[str], held: bool = False) -> None:
         """Map the files; with ``held`` `flexckpt clean` leaves them alone.
 
-        Raises:
-            CorruptCheckpointError: A file is not a whole safetensors file.
-            ValidationError: Two files have a tensor of the same name.
+        CorruptCheckpointError: one is no whole safetensors file. ValidationError: two have a tensor of the same name.
         """
         self.arrays: dict[str, np.ndarray] = {}
         self.kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -104,11 +102,7 @@ class ModelDirectory:
     """
 
     def __init__(self, path: str) -> None:
-        """Read the headers.
-
-        Raises:
-            ValidationError: It is not a directory with safetensors files.
-        """
+        """Read the headers; ValidationError if it is no directory with safetensors files."""
         self._path = path
         self._paths = self._find()
         self._states = self._stat()
@@ -134,11 +128,7 @@ class ModelDirectory:
         return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]
 
     def map(self) -> MappedTensors:
-        """Map the files.
-
-        Raises:
-            CheckpointError: They have changed since the headers were read.
-        """
+        """Map the files; CheckpointError if they have changed since the headers were read."""
         if self._stat() != self._states:
             raise CheckpointError(f"the files of the engine's model {self._path!r} have changed since it started")
         return MappedTensors(self._paths)

@@ -9,7 +9,6 @@ Tested in tests/rollout/test_receiver.py.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import socket
 import socketserver
@@ -21,43 +20,34 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.rollout.authenticated import SECRET, AuthenticatedConnection, check_secret, refuse
+from paddle_flexckpt.rollout.authenticated import SECRET, AuthenticatedConnection, refuse
 from paddle_flexckpt.rollout.segment import DIRECTORY, ELEMENTS, Region, SegmentDirectory, SegmentNames
 
 PORT = 29555
 # The most axes of a region, and the most bytes of a frame.
 MAX_AXES, MAX_FRAME = 64, 64 << 20
-# Both sides have to prove themselves within so long; then a sender may wait for other ranks.
-GREETING_SECONDS = 20.0
-# The most connections that have proved nothing. How long another one waits before the oldest is closed.
-MAX_STRANGERS, CROWDED_SECONDS = 64, 1.0
+# A sender has to prove itself within so long; then it may wait for other ranks.
+GREETING_SECONDS = 10.0
+# The most connections that have proved nothing; others wait, and are not accepted before one of them ends.
+MAX_STRANGERS = 64
 # A receiver that takes or says nothing for so long counts as dead.
 SILENCE_SECONDS = 600.0
 # A host that went down sends nothing: the kernel asks it.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 # Size of an element (0: the end), number of axes, first byte.
 _FRAME = struct.Struct("<BBQ")
-_END = _FRAME.pack(0, 0, 0)
 
 
 class RemoteSink:
     """A segment on another machine as a destination: a connection to its receiver."""
 
     def __init__(self, address: str, secret: bytes, names: SegmentNames) -> None:
-        """Connect, and have the receiver open the segment.
+        """Connect to ``host:port``, and have the receiver open the segment; CheckpointError if it does not.
 
-        Args:
-            address: ``host:port`` of the receiver.
-            secret: The common secret.
-            names: The segment; without a token, others of the channel are removed, and the connection ends.
-
-        Raises:
-            ValidationError: The secret is too short.
-            CheckpointError: The receiver cannot be reached, or refuses.
+        Without a token, others of the channel are removed, and the connection ends.
         """
         self._address = address
         self.place, self._sent = "", 0
-        check_secret(address, secret)
         host, _, port = address.rpartition(":")
         try:
             self._socket = socket.create_connection((host.strip("[]"), int(port)), SILENCE_SECONDS)
@@ -65,7 +55,7 @@ class RemoteSink:
             raise self._error(error) from error
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._peer = AuthenticatedConnection(self._socket, secret, False, GREETING_SECONDS)
+            self._peer = AuthenticatedConnection(self._socket, secret, False, SILENCE_SECONDS)
             self._socket.settimeout(SILENCE_SECONDS)
             self._peer.send_object(asdict(names))
             reply = self._peer.read_object()
@@ -85,29 +75,21 @@ class RemoteSink:
     def write(self, region: Region, values: np.ndarray) -> None:
         """Send values."""
         axes = len(region.extents)
-        data = memoryview(values.ravel().view(np.uint8))
         head = _FRAME.pack(region.itemsize, axes, region.base)
         numbers = struct.pack(f"<{2 * axes}q", *region.extents, *region.strides)
         try:
-            for message in (head, numbers, data):
+            for message in (head, numbers, memoryview(values.ravel().view(np.uint8))):
                 self._peer.send(message)
         except OSError as error:
-            raise self._error(self._refusal() or error) from error
-        self._sent += data.nbytes
-
-    def _refusal(self) -> str:
-        """Return why the receiver has closed the connection, if it said so."""
-        try:
-            self._peer.read_object()
-        except ValueError as error:
-            return str(error)
-        except (OSError, EOFError):
-            pass
-        return ""
+            try:
+                self._peer.read_object()
+            except (OSError, EOFError, ValueError) as said:  # why the receiver has closed it
+                raise self._error(said if isinstance(said, ValueError) else error) from error
+        self._sent += values.nbytes
 
     def _end(self, wanted: str) -> Any:
         try:
-            self._peer.send(_END)
+            self._peer.send(_FRAME.pack(0, 0, 0))
             return self._peer.read_object()[wanted]
         except (OSError, EOFError, ValueError, KeyError) as error:
             raise self._error(error) from error
@@ -131,23 +113,10 @@ class Receiver:
     """A server that writes what senders send into segments, each connection in a thread."""
 
     def __init__(self, host: str, port: int, secret: bytes, directory: str = DIRECTORY) -> None:
-        """Listen.
-
-        Args:
-            host: The address to listen at.
-            port: Its port; 0: any.
-            secret: The common secret.
-            directory: Of shared memory, which the engine sees too.
-
-        Raises:
-            ValidationError: The secret is too short.
-            OSError: The address is in use.
-        """
-        check_secret(f"{host}:{port}", secret)
+        """Listen at a port, 0 for any; ``directory`` is the shared memory that the engine sees, too."""
         self._secret, self._directory = secret, directory
         self._channels: dict[str, SegmentDirectory] = {}
-        self._lock, self._room = threading.Lock(), threading.Condition()
-        self._strangers: dict[socket.socket, None] = {}
+        self._lock, self._room = threading.Lock(), threading.Semaphore(MAX_STRANGERS)
         receiver = self
 
         class Handler(socketserver.BaseRequestHandler):
@@ -160,12 +129,8 @@ class Receiver:
             request_queue_size = 1024
 
             def process_request(self, request: Any, client_address: Any) -> None:
-                receiver._admit(request)
+                receiver._room.acquire()
                 super().process_request(request, client_address)
-
-            def shutdown_request(self, request: Any) -> None:
-                receiver._leave(request)
-                super().shutdown_request(request)
 
         self._server = Server((host, port), Handler)
 
@@ -184,36 +149,28 @@ class Receiver:
         self._server.shutdown()
         self._server.server_close()
 
-    def _admit(self, connection: socket.socket) -> None:
-        """Wait for room among the strangers; if none of them leaves, the oldest one has to."""
-        with self._room:
-            if not self._room.wait_for(lambda: len(self._strangers) < MAX_STRANGERS, CROWDED_SECONDS):
-                with contextlib.suppress(OSError):
-                    next(iter(self._strangers)).shutdown(socket.SHUT_RDWR)
-                self._room.wait_for(lambda: len(self._strangers) < MAX_STRANGERS)
-            self._strangers[connection] = None
-
-    def _leave(self, connection: socket.socket) -> None:
-        """Count a connection among the strangers no more."""
-        with self._room:
-            self._strangers.pop(connection, None)
-            self._room.notify_all()
-
     def _serve(self, connection: socket.socket) -> None:
-        peer = None
         try:
             peer = AuthenticatedConnection(connection, self._secret, True, GREETING_SECONDS)
-            self._leave(connection)
+        except (OSError, EOFError, ValueError) as error:
+            refuse(connection, error, None, GREETING_SECONDS)
+            return
+        finally:
+            self._room.release()
+        try:
             connection.settimeout(None)
             self._take(connection, peer)
         except (EOFError, ConnectionError, TimeoutError):
             return  # the sender died, and says so itself if it lives
         except Exception as error:
-            refuse(connection, error, peer, GREETING_SECONDS)
+            refuse(connection, error, peer, SILENCE_SECONDS)
 
     def _take(self, connection: socket.socket, peer: AuthenticatedConnection) -> None:
         """Write what one sender sends; whatever is raised, its segment, which will never be whole, is removed."""
-        names = _names(peer.read_object())
+        asked = peer.read_object()
+        names = SegmentNames(**{**asked, "kept": tuple(asked["kept"])})
+        if not all(each.isalnum() for each in (names.channel, names.token or "0", *names.kept)):
+            raise ValueError("names that no sender gives")
         with self._lock:
             directory = self._channels.setdefault(names.channel, SegmentDirectory(self._directory))
             if names.token:
@@ -237,13 +194,6 @@ class Receiver:
             with self._lock:
                 directory.drop(names)
             raise
-
-
-def _names(asked: dict[str, Any]) -> SegmentNames:
-    names = SegmentNames(**{**asked, "kept": tuple(asked["kept"])})
-    if not all(each.isalnum() for each in (names.channel, names.token or "0", *names.kept)):
-        raise ValueError("names that no sender gives")
-    return names
 
 
 def _receive(peer: AuthenticatedConnection, memory: np.ndarray) -> int:

@@ -96,26 +96,16 @@ class Region:
     itemsize: int
 
     def of(self, memory: np.ndarray) -> np.ndarray:
-        """Return the view of this region of a segment's bytes.
-
-        Raises:
-            ValueError: It leaves the segment.
-        """
+        """Return the view of this region of a segment's bytes; ValueError if it leaves the segment."""
         last = sum((extent - 1) * stride for extent, stride in zip(self.extents, self.strides))
-        if (
-            min(self.base, *self.strides, 0) < 0
-            or self.base + (last + self.itemsize) * all(self.extents) > memory.nbytes
-        ):
+        end = self.base + (last + self.itemsize) * all(self.extents)
+        if min(self.base, *self.strides, 0) < 0 or end > memory.nbytes:
             raise ValueError(f"a region of {self.extents} elements from byte {self.base} on")
         return np.ndarray(self.extents, ELEMENTS[self.itemsize], memory, self.base, self.strides)
 
 
 def place_of_directory(directory: str = DIRECTORY) -> str:
-    """Return a text that is equal in two processes only if this is the same directory of the same machine for both.
-
-    Raises:
-        OSError: There is no such directory.
-    """
+    """Return a text that is equal in two processes only if this is the same directory of one machine for both."""
     state = os.stat(directory)
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}:{state.st_dev}:{state.st_ino}"
@@ -146,10 +136,7 @@ class SegmentDirectory:
     def open(self, names: SegmentNames) -> np.ndarray:
         """Return the bytes of a new segment, to be written by several processes and senders; its memory exists.
 
-        Raises:
-            CheckpointError: The shared memory is full; nothing of it is left.
-            ValueError: It was sealed.
-            OSError: The file system refused otherwise.
+        CheckpointError: the shared memory is full, and nothing is left. ValueError: the segment was sealed.
         """
         if self._is_sealed(names):
             raise ValueError(f"segment {names.token} is finished")

@@ -37,16 +37,10 @@ KEEP_SECONDS = engine_client.SILENCE_SECONDS / 4
 
 
 def switch(engines: Sequence[EngineClient], version: str, path: str, digest: str = "") -> dict[str, Any]:
-    """Have engines serve the weights of a segment: on all their ranks, or on none.
+    """Have engines serve the weights of a segment, of this path and digest: on all their ranks, or on none.
 
     They stage while they serve. Then they are paused, and go on with the new version or with the one before. The switch
     owns them meanwhile. It waits for another that is at work, and takes over from one that is silent.
-
-    Args:
-        engines: The engines.
-        version: The version's name.
-        path: The segment's path there.
-        digest: The segment's digest.
 
     Returns:
         ``released``: whether the segment of the version before may be written again; ``seconds`` by phase, of which

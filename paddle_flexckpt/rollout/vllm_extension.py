@@ -91,11 +91,7 @@ class VllmEngine:
         self._model, self._config = model, vllm_config
 
     def load(self, tensors: Tensors) -> None:
-        """Load a complete set of tensors.
-
-        Raises:
-            RuntimeError: An earlier load did not end; loading now would leave out tensors.
-        """
+        """Load a complete set of tensors; RuntimeError if an earlier load did not end: it would leave out tensors."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import layerwise
 

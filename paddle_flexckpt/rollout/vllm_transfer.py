@@ -44,11 +44,7 @@ class FlexTransferEngine(WeightTransferEngine[FlexInitInfo, FlexUpdateInfo]):
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
-        """Implement the base class.
-
-        Raises:
-            ValidationError: The engine has several workers.
-        """
+        """Implement the base class; ValidationError if the engine has several workers."""
         super().__init__(config, vllm_config, device, model)
         workers = vllm_config.parallel_config.world_size
         if workers != 1:
