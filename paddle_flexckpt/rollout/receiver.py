@@ -130,7 +130,11 @@ class Receiver:
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 receiver._room.acquire()
-                super().process_request(request, client_address)
+                try:
+                    super().process_request(request, client_address)
+                except RuntimeError:  # no thread can be started
+                    receiver._room.release()
+                    raise
 
         self._server = Server((host, port), Handler)
 
