@@ -185,7 +185,7 @@ class _ResolvedFile(InputFile):
     def __init__(self, weights: ResolvedWeights, name: str) -> None:
         self._weights, self._file, self._touched = weights, weights.source.open(name), weights.touched(name)
         self._ends = [end for _, end, _ in self._touched]
-        self.size = self._file.size
+        self.size, self.version = self._file.size, self._file.version
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         count = self._file.read_into(buffer, offset)

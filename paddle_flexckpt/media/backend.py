@@ -45,9 +45,11 @@ class InputFile(ABC):
 
     Attributes:
         size: Its size in bytes.
+        version: Another one if the file has been replaced or written to since, where the medium can tell.
     """
 
     size: int
+    version: object = None
 
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> int:

@@ -47,10 +47,11 @@ class LocalInputFile(InputFile):
         self._path = path
         try:
             with naming(path):
-                self.size = os.fstat(descriptor).st_size
+                found = os.fstat(descriptor)
         except OSError:
             self.close()
             raise
+        self.size, self.version = found.st_size, (found.st_dev, found.st_ino, found.st_mtime_ns)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Implement the base class."""
@@ -85,6 +86,8 @@ class LocalInputFile(InputFile):
             # Nothing was written through it, and it is closed in spite of an error.
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+    __del__ = close
 
 
 class LocalOutputFile(OutputFile):

@@ -119,8 +119,10 @@ def _batches(path: str, lengths: Sequence[int], data: Iterable[np.ndarray]) -> I
         yield blocks
 
 
-def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) -> InputFile:
+def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int, version: object = None) -> InputFile:
     """Open a data file that has the size and the save token in the manifest.
+
+    Files of other programs have no token: one that was open before has to be of the same version.
 
     Raises:
         CorruptCheckpointError: It is missing, of another size, or of another save.
@@ -147,10 +149,13 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
             raise CorruptCheckpointError(
                 f"{path} has {file.size} bytes; expected {size} (truncated?). Remedy (FC305): {remedy()}"
             )
-        if not manifest.foreign and manifest.save_token.encode() not in file.read(0, TOKEN_WINDOW):
-            raise CorruptCheckpointError(
-                f"{path} belongs to another save: its save token is not the manifest's. Remedy (FC304): {remedy()}"
-            )
+        if manifest.foreign:
+            is_same, what = version in (None, file.version), "it has changed since it was first opened"
+        else:
+            is_same = manifest.save_token.encode() in file.read(0, TOKEN_WINDOW)
+            what = "its save token is not the manifest's"
+        if not is_same:
+            raise CorruptCheckpointError(f"{path} belongs to another save: {what}. Remedy (FC304): {remedy()}")
         stack.pop_all()
     return file
 

@@ -14,12 +14,13 @@ import contextlib
 import ctypes
 import mmap
 import os
+import resource
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Optional, TypeVar
 
 import numpy as np
 
@@ -32,8 +33,13 @@ from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.stretches import AlikeCopies, reach
 
+Kept = TypeVar("Kept")
+
 # Pages of a memory map count as resident until they are released; this bounds those of one thread.
 MAP_SPAN_BYTES = 8 << 20
+# The most files kept open, and the most memory maps, of which each has a descriptor: up to so many, and up to this part
+# of what the process may have.
+MOST_OPEN, OPEN_PART = 256, 8
 
 
 @dataclass
@@ -104,9 +110,11 @@ class RowFiles:
         self.threads = ReadThreads(several=backend.has_path)
         self._backend, self._manifest = backend, manifest
         self._byte_length = manifest.catalog.byte_length
-        self._files: dict[int, InputFile] = {}
+        # In the order of their use. One that is dropped is closed when the last thread that uses it has ended.
+        self._files, self._maps = OrderedDict[int, InputFile](), OrderedDict[int, Optional[mmap.mmap]]()
+        self._most_open = _most_open() if backend.has_path else len(manifest.file_bytes)
+        self._versions: dict[int, object] = {}
         self._unusable: dict[int, CorruptCheckpointError | OSError] = {}
-        self._maps: dict[int, mmap.mmap | None] = {}
 
     def close(self) -> None:
         """End the threads, and close all files."""
@@ -137,19 +145,27 @@ class RowFiles:
             if file not in self._files:
                 name, size = self._manifest.catalog.files[file], int(self._manifest.file_bytes[file])
                 try:
-                    self._files[file] = check_data_file(self._backend, self._manifest, name, size)
+                    opened = check_data_file(self._backend, self._manifest, name, size, self._versions.get(file))
                 except (CorruptCheckpointError, OSError) as error:
                     self._unusable[file] = error
                     raise
                 self.count.files.add(name)
-            return self._files[file]
+                self._versions[file], self._files[file] = opened.version, opened
+            return self._latest(self._files, file)
 
     def map(self, row: int) -> mmap.mmap | None:
         """Map a row's file into memory; None if it is remote."""
         file = int(self._manifest.catalog.file[row])
         if file not in self._maps:
             self._maps[file] = self.open(file).memory_map()
-        return self._maps[file]
+        return self._latest(self._maps, file)
+
+    def _latest(self, kept: OrderedDict[int, Kept], file: int) -> Kept:
+        """Return what is kept of a file; drop the one that has not been used for longest, if there are too many."""
+        kept.move_to_end(file)
+        if len(kept) > self._most_open:
+            kept.popitem(last=False)
+        return kept[file]
 
     @property
     def reads_ahead(self) -> bool:
@@ -301,6 +317,12 @@ class RowFiles:
 
         self.threads.each(work, -(-copy.extents[0] // step))
         return not refused
+
+
+def _most_open() -> int:
+    """Return how many files to keep open."""
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(MOST_OPEN, allowed // OPEN_PART))
 
 
 def map_step(copy: StridedCopy, itemsize: int) -> int:

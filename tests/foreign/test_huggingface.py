@@ -16,6 +16,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.media.opening import open_storage
+from paddle_flexckpt.native import row_files
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.tools.conversion import convert_checkpoint
 from paddle_flexckpt.tools.export import export_safetensors
@@ -238,6 +239,19 @@ def test_a_truncated_file_is_found_when_it_is_opened(tmp_path):
         reader.check_files(np.arange(1))
     with pytest.raises(CorruptCheckpointError, match="is damaged or not a safetensors file"):
         detect_format(tmp_path)
+
+
+def test_a_file_that_is_replaced_between_two_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_files, "MOST_OPEN", 1)
+    write_index(tmp_path)
+    manifest = SourceDirectory(tmp_path).read_manifest()
+    first = tmp_path / manifest.catalog.files[0]
+    with FileReader(str(tmp_path), manifest) as reader:
+        reader.check_files(np.arange(len(manifest.catalog)))  # the last file is open now
+        shutil.copy(first, tmp_path / "copy")
+        (tmp_path / "copy").replace(first)
+        with pytest.raises(CorruptCheckpointError, match=f"{first.name}.*it has changed since it was first opened"):
+            reader.files.open(0)
 
 
 def test_sixteen_bits_without_a_sign(tmp_path):

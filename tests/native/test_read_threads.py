@@ -11,7 +11,7 @@ import pytest
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.native import block_reader
+from paddle_flexckpt.native import block_reader, row_files
 from paddle_flexckpt.native.read_planner import BLOCKS_AT_ONCE
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.row_files import ReadThreads, SpareMemory
@@ -127,6 +127,15 @@ def test_the_first_error_is_raised_and_nothing_is_begun_after_it(four_threads):
     assert len(begun) < 1000
     threads.each(begun.append, 2)  # they go on with what is next
     threads.close()
+
+
+def test_threads_read_files_that_others_drop(tmp_path, monkeypatch, four_threads):
+    monkeypatch.setattr(row_files, "MOST_OPEN", 1)
+    stored = store(tmp_path, [whole(f"w{i}", "uint8", (999,), i) for i in range(12)])
+    got = np.zeros((600, 999), dtype=np.uint8)
+    with FileReader(stored.directory, stored.manifest) as reader:
+        reader.files.threads.each(lambda i: reader.files.read(i * 7 % 12, 0, got[i]), len(got))
+    assert (got == [stored.values[i * 7 % 12] for i in range(len(got))]).all()
 
 
 def test_spare_memory_is_used_again():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import resource
+import subprocess
+import sys
 from dataclasses import replace
 
 import ml_dtypes
@@ -300,6 +303,41 @@ def test_close_closes_everything(tmp_path):
         reader.read(0, StridedCopy((64, 2), 0, (64, 1), 0, (2, 1)), np.zeros(128, dtype=np.uint8))
         assert len(set(os.listdir("/proc/self/fd"))) > len(before)
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+@pytest.mark.parametrize("min_pread", [1, 16 << 10], ids=["preads", "maps"])
+def test_few_files_are_open_at_a_time(tmp_path, monkeypatch, min_pread):
+    stored = store(tmp_path, [Shard("w", "uint8", (64, 8), (4 * i, 0), (4, 8), None, i) for i in range(16)])
+    monkeypatch.setattr(row_files, "MOST_OPEN", 2)
+    monkeypatch.setattr(read_planner, "MIN_PREAD_BYTES", min_pread)
+    before, most, check = len(os.listdir("/proc/self/fd")), 0, row_files.check_data_file
+
+    def spy(*args):
+        nonlocal most
+        opened = check(*args)
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+        return opened
+
+    monkeypatch.setattr(row_files, "check_data_file", spy)
+    for column in (0, 5):
+        (memory,), _ = read_targets(stored, [Shard("w", "uint8", (64, 8), (0, column), (64, 3), None, 0)])
+        assert (memory == whole_of(stored, "w").reshape(64, 8)[:, column : column + 3].ravel()).all()
+    assert 3 <= most <= 6  # two files, two maps, and of each one that comes
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    shards = [whole(f"w{i}", "uint8", (8,), i) for i in range(80)]
+    stored = store(tmp_path, shards)
+    (tmp_path / "0.manifest").write_bytes(stored.manifest.encode())
+    for command in ("digest", "verify"):
+        done = subprocess.run(
+            [sys.executable, "-m", "paddle_flexckpt", command, str(tmp_path)],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_reading_nothing_opens_nothing(tmp_path):
