@@ -12,6 +12,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from paddle_flexckpt.cli.common import Outcome, add_checkpoint, checkpoints_of, 
 from paddle_flexckpt.foreign.formats import SourceDirectory, explain_lacking, others_below
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.media.removals import leads_elsewhere
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.native.save_names import lost_ids
 from paddle_flexckpt.native.unfinished import LostManifest, UnfinishedSave, clean_up, unfinished_in, walk
@@ -215,7 +217,7 @@ def _clean(options: argparse.Namespace) -> Outcome:
     below = [run for name in sorted(backend.names("directories")) for run in find_runs(backend.child(name))]
     runs = [*own, *below]
     segments = find_segments(backend.path, options.remove) if backend.has_path else []
-    freed = [run.path for run in own if options.remove and remove_unheld(run)]
+    freed = [run.path for run in own if options.remove and remove_unheld(backend, run)]
     freed += [each.path for each in segments if options.remove and not each.held]
     directories = [(each, unfinished_in(each, ask=True)) for each in walk(backend)]
     unfinished = [save for _, saves in directories for save in saves]
@@ -270,8 +272,12 @@ def _clean_one(options: argparse.Namespace, backend: Backend) -> Outcome:
         )
     (info,) = chosen
     is_only = info.complete and sum(each.complete for each in found) == 1
-    refused = options.remove and is_only and not options.only
-    removed = _remove(backend, info) if options.remove and not refused else []
+    directory = backend
+    for name in PurePosixPath(info.path).relative_to(backend.path).parts:
+        directory = directory.child(name)
+    is_link = leads_elsewhere(directory)
+    refused = options.remove and (is_link or (is_only and not options.only))
+    removed = _remove(backend, directory, info) if options.remove and not refused else []
     if options.json:
         return Outcome(CleanReport(backend.path, [], chosen=info, removed=removed).to_json(), int(refused))
     lines = [
@@ -282,6 +288,8 @@ def _clean_one(options: argparse.Namespace, backend: Backend) -> Outcome:
         lines.append(f"it is the only complete checkpoint in {backend.path} and below: after it none can be loaded")
     if removed:
         lines.append(f"{len(removed)} files removed")
+    elif refused and is_link:
+        lines.append("nothing was removed: it is behind a link")
     elif refused:
         lines.append("nothing was removed: add --only to remove it all the same")
     else:
@@ -290,15 +298,14 @@ def _clean_one(options: argparse.Namespace, backend: Backend) -> Outcome:
     return Outcome("\n".join(lines), int(refused))
 
 
-def _remove(root: Backend, info: CheckpointInfo) -> list[str]:
+def _remove(root: Backend, backend: Backend, info: CheckpointInfo) -> list[str]:
     """Remove a checkpoint; below the root also its directory, if that is empty, with the manager's page and report."""
     from paddle_flexckpt.foreign.paddle_files import open_to_save
     from paddle_flexckpt.native.id_removal import remove_checkpoint
 
-    directory = open_to_save(info.path)
-    removed = remove_checkpoint(directory, info.unique_id)
-    if info.path != root.path and not directory.backend.names("any"):
-        directory.backend.remove_directory()
+    removed = remove_checkpoint(open_to_save(backend), info.unique_id)
+    if backend is not root and not backend.names("any"):
+        backend.remove_directory()
         above, name = open_backend(os.path.dirname(info.path)), os.path.basename(info.path)
         beside = {f"{name}.html", f"{name}.report.json"}.intersection(above.names())
         for each in sorted(beside):

@@ -19,6 +19,7 @@ from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.foreign.huggingface import MODEL_FILE, Weights, find_weights, read_weights
 from paddle_flexckpt.foreign.weight_deltas import CHECKSUMS, ENCODINGS
 from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.removals import leads_elsewhere
 
 INDEX_FILE = "model.safetensors.index.json"
 COMPRESSION = "zstd"
@@ -68,6 +69,8 @@ def newest_full(root: Backend, numbers: Sequence[int]) -> int | None:
 def remove_version(root: Backend, number: int) -> None:
     """Remove a version: first the file that makes it one."""
     directory = version_directory(root, number)
+    if leads_elsewhere(directory):
+        return
     for name in sorted(directory.names(), key=lambda name: name not in (INDEX_FILE, MODEL_FILE)):
         directory.remove(name)
     directory.remove_directory()

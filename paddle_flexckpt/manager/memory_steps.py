@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
@@ -106,7 +105,7 @@ class MemorySteps:
         return self._run_directory().child(name_of(step))
 
     def _run_directory(self) -> LocalBackend:
-        return LocalBackend(os.path.join(self._tier.path, self.run))
+        return LocalBackend(str(self._tier.path)).child(self.run)
 
     def find_steps(self, run: str | None, context: str) -> list[int]:
         """Return the steps of which any node has a manifest, the highest first. At most two collectives.

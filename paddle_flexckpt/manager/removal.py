@@ -10,17 +10,16 @@ Tested in tests/manager/test_step_directories.py.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Sequence
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Backend, exists, map_files, write_file
 from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.media.removals import removing
 from paddle_flexckpt.native.save_names import is_message, marked_by
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -36,35 +35,17 @@ class Removal:
     def __init__(self, root: Backend) -> None:
         """Take the root directory."""
         self._root = root
-        self._links: set[int] = set()  # steps whose directory is a link, for which a warning was logged
 
     def _directory(self, step: int) -> Backend:
         return self._root.child(name_of(step))
-
-    def _leads_elsewhere(self, step: int) -> bool:
-        """Return whether a step's directory is a link, whose target others may need."""
-        backend = self._directory(step)
-        if not (backend.has_path and os.path.islink(backend.path)):
-            return False
-        if step not in self._links:
-            self._links.add(step)
-            logger.warning(
-                f"{backend.path} is a link to {os.path.realpath(backend.path)}: what need not be kept of step {step} "
-                "is left alone, as others may need it"
-            )
-        return True
 
     def remove(self, step: int, token: str) -> bool:
         """Remove the checkpoint of the save with this token; return whether that could be done now."""
         backend = self._directory(step)
         directory = open_to_save(backend)
-        with contextlib.ExitStack() as stack:
-            if self._leads_elsewhere(step) or not try_lock(backend, stack):
+        with removing(backend, MANIFEST) as is_free:
+            if not is_free:
                 return False
-            claim = backend.locks.claim(MANIFEST)
-            if claim is None:
-                return False
-            stack.callback(claim.release)
             try:
                 manifest = directory.read_manifest(UNIQUE_ID, ())
             except (CorruptCheckpointError, ValidationError) as error:
@@ -91,8 +72,8 @@ class Removal:
         if backend.has_path and not exists(backend):
             self._end(step)
             return True
-        with contextlib.ExitStack() as stack:
-            if self._leads_elsewhere(step) or not try_lock(backend, stack):
+        with removing(backend) as is_free:
+            if not is_free:
                 return False
             directory = open_to_save(backend)
             if directory.has_manifest(UNIQUE_ID):
@@ -137,8 +118,8 @@ class Removal:
         refused = list(names) == [directory.companion.name]
         if not (begun or refused) and (names or backend.names("directories")):
             return False
-        with contextlib.ExitStack() as stack:
-            if self._leads_elsewhere(step) or not try_lock(backend, stack):
+        with removing(backend) as is_free:
+            if not is_free:
                 return False
             removed = directory.cleaner.remove_dead_saves()
             directory.companion.remove_refusal()
@@ -175,13 +156,3 @@ def _remove_files(directory: Backend, files: Sequence[str]) -> None:
     map_files(directory, directory.remove, files)
     directory.sync()
     open_to_save(directory).companion.update()
-
-
-def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
-    """Take a directory's lock for the time of a context; return False if it is not free, or the directory is gone."""
-    try:
-        lock = directory.locks.take()
-    except (CheckpointError, FileNotFoundError):
-        return False
-    stack.callback(lock.release)
-    return True

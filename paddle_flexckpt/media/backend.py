@@ -280,6 +280,10 @@ class Backend(ABC):
     def child(self, name: str) -> Backend:
         """Return a directory in it, whether it exists or not."""
 
+    def link(self) -> str:
+        """Return the highest link in the path below the directory that the caller has named; "" if there is none."""
+        return ""
+
     def where(self, name: str) -> str:
         """Return a file's path or URL, for errors and reports."""
         return os.path.join(self.path, name)

@@ -23,6 +23,7 @@ from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.full_disks import UNWRITABLE, writing
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
+from paddle_flexckpt.media.removals import remove
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -133,7 +134,7 @@ class LocalOutputFile(OutputFile):
         # A file that cannot be removed does no harm, and must not hide the error behind the abort.
         with contextlib.suppress(OSError):
             if self._is_own():
-                os.unlink(self._path)
+                remove(self._path)
                 # Its save may be over. Nobody would remove the file if a loss of power brought it back.
                 sync_path(os.path.dirname(self._path))
         with contextlib.suppress(OSError):
@@ -222,7 +223,7 @@ class LocalBackend(Backend):
 
         ``identity``: device and inode of the directory, if a save has begun there; they must be the same at the commit.
         """
-        self.path = path
+        self.path, self._depth = path, 0
         self._settings: dict[str, Any] = {"lock": lock, "lease_seconds": lease_seconds}
         self.locks: LocalLocks = LocalLocks(self, lock, lease_seconds, identity)
 
@@ -236,7 +237,16 @@ class LocalBackend(Backend):
 
     def child(self, name: str) -> LocalBackend:
         """Implement the base class."""
-        return LocalBackend(os.path.join(self.path, name), **self._settings)
+        child = LocalBackend(os.path.join(self.path, name), **self._settings)
+        child._depth = self._depth + 1
+        return child
+
+    def link(self) -> str:
+        """Implement the base class."""
+        path, found = self.path, ""
+        for _ in range(self._depth):
+            path, found = os.path.dirname(path), path if os.path.islink(path) else found
+        return found
 
     def open(self, name: str) -> LocalInputFile:
         """Implement the base class."""
@@ -253,8 +263,7 @@ class LocalBackend(Backend):
             CheckpointError: Another saver has taken the lease over, and may have files of this name by now.
         """
         self.locks.ensure_held()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.where(name))
+        remove(self.where(name))
 
     def make_directory(self) -> None:
         """Make the directory and those above it, and make their entries durable; errors as of the base class."""
@@ -264,10 +273,10 @@ class LocalBackend(Backend):
             except FileNotFoundError:
                 continue  # another process has removed one that was empty
             except NotADirectoryError as error:
-                raise self._no_directory() from error
+                raise self.no_directory() from error
             if os.path.isdir(self.path):
                 return
-        raise self._no_directory()
+        raise self.no_directory()
 
     def check_writable(self) -> None:
         """Raise ValidationError if this process cannot make the directory, or files in it; nothing is touched."""
@@ -275,7 +284,7 @@ class LocalBackend(Backend):
         while not os.path.lexists(path) and path != os.path.dirname(path):
             path = os.path.dirname(path)
         if not os.path.isdir(path):
-            raise self._no_directory()
+            raise self.no_directory()
         if not os.access(path, os.W_OK | os.X_OK):
             raise ValidationError(f"{self.path} cannot be saved to: {path} is not writable. {UNWRITABLE}")
 
@@ -293,21 +302,15 @@ class LocalBackend(Backend):
                 os.mkdir(lacking)
             sync_path(os.path.dirname(lacking))
 
-    def _no_directory(self) -> ValidationError:
+    def no_directory(self) -> ValidationError:
+        """Return the error of what cannot be saved here."""
         return ValidationError(
             f"{self.path} is not a directory, so nothing can be saved there. Remedy (FC406): give another path"
         )
 
     def remove_directory(self) -> None:
         """Implement the base class."""
-        try:
-            os.rmdir(self.path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            # The last name is a link to a directory, which a user has made.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
+        remove(self.path, "empty")
 
     def sync(self) -> None:
         """Implement the base class."""

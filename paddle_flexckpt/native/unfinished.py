@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media.backend import Backend, exists, map_files, reading
+from paddle_flexckpt.media.removals import leads_elsewhere
 from paddle_flexckpt.native.cleaner import find_begun
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.save_names import marked_by, save_of
@@ -127,6 +128,8 @@ def clean_up(directory: SaveDirectory, remove_empty: bool = False) -> CleanedDir
         "this storage has no locks, so a save that seems dead may be suspended right before its commit; the next "
         "save of the same id removes them, once it is complete",
     )
+    if leads_elsewhere(backend):
+        return CleanedDirectory(directory.path, [], "it is a link, and is left alone")
     if backend.locks.is_taken() is None:
         return no_locks
     try:

@@ -35,6 +35,7 @@ from paddle_flexckpt.foreign.weight_versions import (
 from paddle_flexckpt.media.backend import Backend, InputFile, Location, fill, publish
 from paddle_flexckpt.media.local import LocalBackend, OutputParts
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.media.removals import leads_elsewhere
 from paddle_flexckpt.native.row_files import ReadThreads
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.report import Report
@@ -164,6 +165,8 @@ class _LocalCopy:
     def __init__(self, path: str, full: bool, base: Backend | None) -> None:
         self.path, self._files, self._base = os.path.abspath(path), LocalBackend(path, lock=False), base
         self._sync, self._next = self._files.child(SYNC), self._files.child(SYNC).child(NEXT)
+        if leads_elsewhere(self._next):
+            raise self._next.no_directory()
         # In this order: a call beside this one writes a record before it renames the first file.
         has_weights = any(name.endswith(_WEIGHTS) for name in self._files.names())
         if not full and has_weights and not {STATE, RECORD} & {*self._sync.names()}:

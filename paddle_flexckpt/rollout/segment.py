@@ -8,7 +8,6 @@ Tested in tests/rollout/test_segment.py.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import hashlib
@@ -24,6 +23,7 @@ import numpy as np
 import xxhash
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.media import removals
 
 DIRECTORY = "/dev/shm"
 _NAME = re.compile(r"flexckpt-[0-9a-z]+-[0-9a-z]+\.safetensors", re.ASCII)
@@ -169,8 +169,7 @@ class SegmentDirectory:
             os.posix_fallocate(descriptor, 0, nbytes)
             return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
         except OSError as error:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            removals.remove(path)
             free = os.statvfs(self.directory)
             raise CheckpointError(
                 f"{path}: {nbytes} bytes of shared memory are needed, and {free.f_bavail * free.f_frsize} are free: "
@@ -197,8 +196,7 @@ class SegmentDirectory:
         for file in os.listdir(self.directory):
             token = names.token_of(file)
             if token is not None and token not in kept:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.path(file))
+                removals.remove(self.path(file))
 
     def forget(self, kept: Collection[str] = ()) -> None:
         """Unmap all segments but some."""
@@ -213,8 +211,7 @@ class SegmentDirectory:
     def drop(self, names: SegmentNames) -> None:
         """Unmap the new segment, and remove its file, if it was not sealed."""
         if not self._is_sealed(names) and self._maps.pop(names.token, None) is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path(names.file(names.token)))
+            removals.remove(self.path(names.file(names.token)))
 
 
 class LocalSink:
@@ -265,7 +262,7 @@ def find_segments(directory: str, remove: bool = False) -> list[SegmentFile]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if remove:
-                os.unlink(path)
+                removals.remove(path)
         except BlockingIOError:
             held = True
         finally:

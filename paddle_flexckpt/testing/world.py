@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from paddle_flexckpt.media.removals import remove
 from paddle_flexckpt.testing import frames
 from paddle_flexckpt.testing.reports import WorldError, relevant_stacks, size_of, tail_of
 
@@ -169,7 +169,8 @@ class World:
         self._await_ends(time.monotonic() + _DUMP_TIME)
         self._kill()
         if not self._keep_logs:
-            shutil.rmtree(self.log_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(self.log_dir, "tree")
 
     # -- one job -------------------------------------------------------------------------------------------------------
 

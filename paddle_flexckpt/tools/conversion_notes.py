@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import not_empty
 from paddle_flexckpt.media.backend import Backend, write_file
+from paddle_flexckpt.media.removals import leads_elsewhere
 
 _FOLDER = re.compile(r"\.convert-[0-9a-f]{32}")
 _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{32}\.tmp")
@@ -46,6 +47,8 @@ class ConversionNotes:
         """
         sink = self._sink
         found = [name for name in sink.names("directories") if _FOLDER.fullmatch(name)]
+        if any([leads_elsewhere(sink.child(name)) for name in found]):
+            raise not_empty(sink, "destination")
         if restart:
             for name in found:
                 self._undo(name)

@@ -12,13 +12,12 @@ import contextlib
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
+from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.catalog.errors import TakenError
-from paddle_flexckpt.media.backend import Backend, write_file
-from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.media.backend import Backend, exists, write_file
+from paddle_flexckpt.media.removals import remove, removing
 from paddle_flexckpt.native.manifest import read_save_token
 
 NOTE = "memory.json"
@@ -103,19 +102,11 @@ def publish_step(directory: Backend, token: str) -> None:
 
 def remove_step(directory: Backend) -> bool:
     """Remove a step's directory; return False if it is being written or read. The manifest goes first."""
-    try:
-        with directory.locks.take():
-            claim = directory.locks.claim(_MANIFEST)
-            if claim is None:
-                return False
-            with claim:
-                directory.remove(_MANIFEST)
-                shutil.rmtree(directory.path)
-    except FileNotFoundError:
-        pass
-    except CheckpointError:
-        return False
-    return True
+    with removing(directory, _MANIFEST) as is_free:
+        if is_free:
+            directory.remove(_MANIFEST)
+            remove(directory.path, "tree")
+    return not exists(directory)
 
 
 def remove_run(directory: Backend) -> bool:
@@ -129,14 +120,11 @@ def remove_run(directory: Backend) -> bool:
     return not left
 
 
-def remove_unheld(run: MemoryRun) -> bool:
-    """Remove a run that no process holds; return whether that was done."""
-    directory = open_backend(run.path)
-    try:
-        with directory.locks.take():
-            return not run.held and remove_run(directory)
-    except CheckpointError:
-        return False
+def remove_unheld(tier: Backend, run: MemoryRun) -> bool:
+    """Remove a run of a tier's directory that no process holds; return whether that was done."""
+    directory = tier.child(os.path.basename(run.path))
+    with removing(directory) as is_free:
+        return is_free and not run.held and remove_run(directory)
 
 
 def bytes_in(path: str) -> int:

@@ -10,6 +10,7 @@ Tested in tests/trainer/test_trainer.py, tests/paddleformers/test_ema.py and tes
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -23,6 +24,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import EMA_DIRECTORY, paddle_ids
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.media.removals import remove
 from paddle_flexckpt.parallel.install import optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.layers import build_overlap_buffers
 from paddle_flexckpt.ranks.communicator import Communicator
@@ -169,8 +171,7 @@ def export_weights(directory: Path, aoa_config: Mapping[str, Any] | None) -> Non
     """
     unfinished, output = directory / f"{_EXPORTED}.unfinished", directory / _EXPORTED
     for path in (unfinished, output):
-        if path.exists():
-            shutil.rmtree(path)
+        remove(path, "tree")
     try:
         export_safetensors(directory / SUBDIRECTORY, unfinished, aoa_config)
         for path in sorted(directory.iterdir()):
@@ -179,7 +180,8 @@ def export_weights(directory: Path, aoa_config: Mapping[str, Any] | None) -> Non
         unfinished.rename(output)
         open_backend(directory).sync()
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(unfinished, "tree")
         raise
 
 

@@ -11,21 +11,19 @@ is partly removed is never taken for a complete one, and the next save or rotati
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.manager.removal import try_lock
 from paddle_flexckpt.media.backend import exists, map_files
 from paddle_flexckpt.media.full_disks import writing
 from paddle_flexckpt.media.local import sync_path
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.media.removals import leads_elsewhere, remove, removing
 from paddle_flexckpt.native.directory import is_complete
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -121,25 +119,18 @@ class TrainerDirectories:
     def _remove(self, step: int) -> bool:
         """Remove a directory, the checkpoint in it first; return whether that could be done now."""
         directory = self.directory(step)
-        backend = open_backend(directory / SUBDIRECTORY)
-        with contextlib.ExitStack() as stack:
-            if exists(backend):
-                if not try_lock(backend, stack):
-                    return False  # it is being saved
-                if _MANIFEST in backend.names():
-                    claim = backend.locks.claim(_MANIFEST)
-                    if claim is None:
-                        return False  # it is being read
-                    stack.callback(claim.release)
-                    (directory / _REMOVING).touch()
-                    open_backend(directory).sync()
-                    backend.remove(_MANIFEST)
-                    backend.sync()
-                    # These go before the file that keeps Paddle's own loader from reading them.
-                    map_files(
-                        backend, backend.remove, [name for name in backend.names() if name.endswith(".safetensors")]
-                    )
-        shutil.rmtree(directory)
+        backend = open_backend(self.root).child(directory.name).child(SUBDIRECTORY)
+        with removing(backend, _MANIFEST) as is_free:
+            if not is_free and (exists(backend) or leads_elsewhere(backend)):
+                return False  # it is being saved or read, or elsewhere
+            if is_free and _MANIFEST in backend.names():
+                (directory / _REMOVING).touch()
+                open_backend(directory).sync()
+                backend.remove(_MANIFEST)
+                backend.sync()
+                # These go before the file that keeps Paddle's own loader from reading them.
+                map_files(backend, backend.remove, [name for name in backend.names() if name.endswith(".safetensors")])
+        remove(directory, "tree")
         logger.info(f"removed {directory}")
         return True
 

@@ -30,6 +30,7 @@ from paddle_flexckpt.loading.full_param import full_param as whole_tensors
 from paddle_flexckpt.loading.loader import load_state_dict as load
 from paddle_flexckpt.loading.merged import load_merged_state_dict as load_merged
 from paddle_flexckpt.loading.merged import merge_sharded_state_dict as merge
+from paddle_flexckpt.media.removals import remove
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.saving.saver import save_state_dict as save
@@ -187,7 +188,7 @@ def save_state_dict(
         if comm.position == 0 and not async_save and _is_there(path):
             for other in Path(path).glob("*.metadata"):
                 if other.name != PADDLE_METADATA:
-                    other.unlink()
+                    remove(other)
         return None, b""
 
     comm.together(tidy, f"{path!r} is saved, but another .metadata file could not be removed")

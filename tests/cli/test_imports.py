@@ -87,7 +87,7 @@ def test_the_version_needs_nothing():
 def test_inspect_imports_no_reader_and_no_engine(run):
     own, others = imported("inspect", str(run / "managed" / "step_1"))
     # It starts within 300 ms, of which numpy takes the most: modules are counted, as each takes some 2 ms.
-    assert len(own) <= 46, sorted(own)
+    assert len(own) <= 47, sorted(own)
     assert len(public(others)) <= 50, sorted(public(others))
     assert not own & (UNUSED | WORKING | {"cli.outputs", "report", "transfer", "aoa", "planning"})
     assert "native.manifest" in own

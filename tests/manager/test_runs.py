@@ -393,8 +393,8 @@ def test_a_step_that_is_a_link_is_left_alone(tmp_path, caplog, dead):
             save(manager, step)
     assert tree(disk) == before
     said = [text for text in caplog.messages if "is a link to" in text]
-    assert said == [f"{directory_of(root, 1)} is a link to {disk / 'kept'}: what need not be kept of step 1 is left "
-                    "alone, as others may need it"]  # fmt: skip
+    assert said == [f"{directory_of(root, 1)} is a link to {disk / 'kept'}: what is there is left alone, as others may "
+                    "need it"]  # fmt: skip
     assert manager.all_steps() == ([4] if dead else [1, 4])
 
 
