@@ -24,7 +24,7 @@ from paddle_flexckpt.manager.anchor import SAVES_OF_A_START, find_void, start_of
 from paddle_flexckpt.manager.manager_options import EVERY_STEP, ManagerOptions, StepOptions
 from paddle_flexckpt.manager.memory_restore import restore_from_memory, time_of
 from paddle_flexckpt.manager.memory_room import MemoryRoom, node_of
-from paddle_flexckpt.manager.memory_tier import MemoryTier, copies_on, few_nodes
+from paddle_flexckpt.manager.memory_tier import MemoryTier, copies_on, few_nodes, own_directory
 from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.manager.policies import PreemptionSignals, SavePolicy, SaveSchedule, check_policies
 from paddle_flexckpt.manager.removal import UNIQUE_ID, name_of
@@ -118,7 +118,7 @@ class MemorySteps:
 
         def look() -> tuple[None, bytes]:
             named, problem, later = self._directories.find_memory() if self._comm.position == 0 else ("", "", ())
-            here = runs_of(LocalBackend(str(self._tier.path)), self._directories.path)
+            here = runs_of(own_directory(self._tier), self._directories.path)
             return None, json.dumps([run or named, "" if run else problem, later, here]).encode()
 
         _, answers = self._comm.together(look, context)
@@ -146,7 +146,7 @@ class MemorySteps:
         """Return the steps of the run that count. One collective."""
 
         def look() -> tuple[None, bytes]:
-            directory = self._run_directory()
+            directory = own_directory(self._tier, self.run)
             other = self._directories.anchor.other_root(self.run, directory)
             return None, json.dumps([other, *numbers_in(directory).items()]).encode()
 
@@ -355,12 +355,13 @@ class MemorySteps:
             HeldError: Another process, or another root, has it; the same on every rank.
         """
         self.release()
-        directory = self._run_directory()
 
         def take() -> tuple[None, bytes]:
+            directory = own_directory(self._tier, self.run)
             if other := self._directories.anchor.other_root(self.run, directory):
                 return None, json.dumps([False, "", other]).encode()
-            directory.make_directory()
+            directory.make_directory(0o700)
+            own_directory(self._tier, self.run)
             with contextlib.suppress(CheckpointError):  # another rank of this node has it, or another process
                 self._lock, self._acts = directory.locks.take(), True
                 note_root(directory, self._directories.path)
@@ -377,7 +378,7 @@ class MemorySteps:
         if unserved:
             self.release()
             raise HeldError(
-                f"{context}: another process holds {directory.path} on the nodes of ranks {format_ranks(unserved)}: an "
+                f"{context}: another process holds {self._run_directory().path} on the nodes of ranks {format_ranks(unserved)}: an "
                 "earlier start of this run that has not ended, or another manager. Remedy (FC507): end that process, "
                 "and start again"
             )

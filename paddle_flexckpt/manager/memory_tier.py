@@ -5,14 +5,19 @@ Tested in tests/manager/test_memory_tier.py.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.manager.policies import SavePolicy, check_policies
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import is_remote, open_destination
+
+_ANOTHER = "give one below /dev/shm that is not there yet"
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,7 @@ class MemoryTier:
         problems: list[str] = []
         if is_remote(self.path):
             problems.append(
-                f"path is a directory in the memory of a node; got {self.path!r}. Remedy (FC507): give "
-                "one below /dev/shm"
+                f"path is a directory in the memory of a node; got {self.path!r}. Remedy (FC507): {_ANOTHER}"
             )
         for name, least in {"copies": 1, "parity": 2, "keep": 1, "limit": 1}.items():
             value = plain_integer(getattr(self, name))
@@ -68,6 +72,26 @@ class MemoryTier:
         if problems:
             raise ValidationError(problems, "cannot make a MemoryTier")
         object.__setattr__(self, "path", os.path.abspath(open_destination(self.path).path))
+
+
+def own_directory(tier: MemoryTier, run: str = "") -> LocalBackend:
+    """Return a tier's directory, or that of a run there, whether it exists or not.
+
+    Raises:
+        ValidationError: Others could have put steps there. Only the tier's may be one that all share, as /dev/shm is.
+    """
+    above, user = LocalBackend(str(tier.path)), os.geteuid()
+    directory = above.child(run) if run else above
+    for each in (above, directory):
+        with contextlib.suppress(FileNotFoundError):
+            found, owners = os.stat(each.path), {os.lstat(each.path).st_uid, os.stat(each.path).st_uid}
+            is_shared = each is above and found.st_mode & stat.S_ISVTX and owners <= {0, user}
+            if not is_shared and (owners != {user} or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+                raise ValidationError(
+                    f"others than user {user} could have put steps into {each.path}: its owner is user "
+                    f"{found.st_uid}, its mode {stat.S_IMODE(found.st_mode):o}. Remedy (FC507): {_ANOTHER}"
+                )
+    return directory
 
 
 def stored_by(tier: MemoryTier, shares: Sequence[int], node: int) -> int:

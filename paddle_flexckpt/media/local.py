@@ -265,11 +265,11 @@ class LocalBackend(Backend):
         self.locks.ensure_held()
         remove(self.where(name))
 
-    def make_directory(self) -> None:
+    def make_directory(self, mode: int = 0o777) -> None:
         """Make the directory and those above it, and make their entries durable; errors as of the base class."""
         for _ in range(_TRIES):
             try:
-                self._make_directory()
+                self._make_directory(mode)
             except FileNotFoundError:
                 continue  # another process has removed one that was empty
             except NotADirectoryError as error:
@@ -288,7 +288,7 @@ class LocalBackend(Backend):
         if not os.access(path, os.W_OK | os.X_OK):
             raise ValidationError(f"{self.path} cannot be saved to: {path} is not writable. {UNWRITABLE}")
 
-    def _make_directory(self) -> None:
+    def _make_directory(self, mode: int) -> None:
         missing = []
         path = os.path.abspath(self.path)
         while not os.path.isdir(path) and path != os.path.dirname(path):
@@ -299,7 +299,7 @@ class LocalBackend(Backend):
         # One by one, so that only the lowest of those that a dead process has left is in doubt.
         for lacking in reversed(missing):
             with contextlib.suppress(FileExistsError), writing(lacking):
-                os.mkdir(lacking)
+                os.mkdir(lacking, mode)
             sync_path(os.path.dirname(lacking))
 
     def no_directory(self) -> ValidationError:

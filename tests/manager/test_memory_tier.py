@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -1224,6 +1225,54 @@ def test_options_that_are_none(options, text):
     with pytest.raises(fc.ValidationError) as error:
         fc.MemoryTier(**{"path": "/dev/shm/run", "save_when": fc.SaveEvery(1), **options})
     assert text in str(error.value) and "Remedy (FC" in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+@pytest.mark.parametrize("below", ["", "run"])
+def test_steps_that_others_could_have_put_there_are_refused(saved, mode, below):
+    (run,) = Path(saved.memory(1)).iterdir()
+    place = run if below else run.parent
+    place.chmod(mode)
+    for job in (resume(), go_on(14)):
+        text = one_error(saved.run(FOUR, job), fc.ValidationError)
+        assert f"could have put steps into {place}: its owner is user {os.geteuid()}, its mode {mode:o}" in text
+    place.chmod(0o755)
+    assert one_of(saved.run(FOUR, resume())).tier == "memory"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives directories away")
+@pytest.mark.parametrize("place", ["tier", "run", "link"])
+def test_steps_of_another_user_are_refused(saved, place):
+    tier = Path(saved.memory(1))
+    (run,) = tier.iterdir()
+    if place == "link":
+        tier.rename(tier.with_name("real"))
+        tier.symlink_to("real")
+    os.chown(run if place == "run" else tier, 12345, -1, follow_symlinks=False)
+    before = saved.steps(0)
+    for job in (resume(), go_on(14)):
+        assert "could have put steps into" in one_error(saved.run(FOUR, job), fc.ValidationError)
+    assert saved.steps(0) == before
+
+
+def test_a_tier_may_be_a_directory_that_all_share(saved):
+    for node in range(4):
+        os.chmod(saved.memory(node), 0o1777)
+    assert one_of(saved.run(FOUR, resume())).tier == "memory"
+
+
+def test_nothing_is_saved_where_others_may_write(nodes):
+    place = Path(nodes.memory(1))
+    place.mkdir(parents=True)
+    place.chmod(0o777)
+    assert "could have put steps into" in one_error(nodes.run(TWO, train(2)), fc.ValidationError)
+    assert os.listdir(place) == []
+
+
+def test_a_tier_is_made_for_this_user_alone(nodes):
+    assert one_of(nodes.run(TWO, train(2)))
+    (run,) = Path(nodes.memory(0)).iterdir()
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (run, run.parent)] == [0o700, 0o700]
 
 
 def test_ranks_agree_about_the_tier_but_not_about_its_path_and_limit(nodes):

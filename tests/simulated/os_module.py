@@ -114,6 +114,7 @@ def os_module(calls: NameCalls) -> Namespace:
         "getcwd": lambda: "/",
         "getpid": lambda: calls.process.pid,
         "getppid": parent_pid,
+        "geteuid": lambda: 0,
         "getsid": lambda pid: calls.process.pid if pid == 0 else pid,
         "nice": nice,
         "getpriority": lambda which, who: calls.process.state.get("nice", 0),
