@@ -19,6 +19,7 @@ from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationE
 from paddle_flexckpt.catalog.texts import format_bytes, printable, printable_lines
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.file_names import redacted
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.progress import Progress, ProgressCallback
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.aoa.statements import AoaConfig
 # A command in the text of an error.
 COMMAND = re.compile(r"\bflexckpt [a-z]+")
-# The end of the help of an argument whose run :func:`take_newest` replaces.
+# The end of the help of an argument whose run :func:`newest_taken` replaces.
 OF_RUN = "or of a run, of which the highest complete step is taken"
 _COLOUR = "green"
 
@@ -202,22 +203,69 @@ def checkpoints_of(source: str, unique_id: int | None) -> list[CheckpointInfo]:
     return []
 
 
-def take_newest(options: argparse.Namespace) -> None:
-    """Put a run's highest complete step in the place of its directory, and say so on standard error.
+@contextlib.contextmanager
+def newest_taken(options: argparse.Namespace) -> Iterator[None]:
+    """Put a run's highest complete step in the place of its directory, say so on standard error, and keep it locked.
 
     Args:
         options: A command's arguments. ``newest`` has the names of those that are checkpoints, and of their ids.
     """
-    for name, its_id in getattr(options, "newest", {}).items():
-        path = getattr(options, name)
-        found = [] if path is None else checkpoints_of(path, getattr(options, its_id, None))
-        steps = [each for each in found if each.complete and each.step is not None]
-        if steps:
+    with contextlib.ExitStack() as locks:
+        for name, its_id in getattr(options, "newest", {}).items():
+            path = getattr(options, name)
+            found = [] if path is None else steps_of(path, getattr(options, its_id, None), locks)
+            steps = _complete(found)
+            if not steps:
+                continue
             setattr(options, name, steps[-1].path)
             lines = [f"{quoted(path)} is a run; its highest complete step is taken, {quoted(steps[-1].path)}"]
             lines += [f"not complete: {quoted(each.path)}: {each.problem}" for each in found if not each.complete]
             text = "\n".join(f"flexckpt {options.command}: {line}" for line in lines)
             print(printable_lines(text), file=sys.stderr)
+        yield
+
+
+def steps_of(source: str, unique_id: int | None, locks: contextlib.ExitStack) -> list[CheckpointInfo]:
+    """Return what :func:`checkpoints_of` does, with the highest complete step of a run locked.
+
+    One that retention removes meanwhile has a successor: the directory is listed again.
+    """
+    while True:
+        found = checkpoints_of(source, unique_id)
+        steps = _complete(found)
+        if not steps or _lock(steps[-1], locks):
+            return found
+
+
+def each_of(source: str, unique_id: int | None) -> Iterator[tuple[str, int | None]]:
+    """Yield place and id of each checkpoint of a run, locked meanwhile; of another directory, what was given.
+
+    Those that have just been removed are left out.
+    """
+    with contextlib.ExitStack() as locks:
+        found = steps_of(source, unique_id, locks)
+        if not found:
+            yield source, unique_id
+        for each in found:
+            with contextlib.ExitStack() as own:
+                if _lock(each, own):
+                    yield each.path, each.unique_id
+
+
+def _complete(found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    return [each for each in found if each.complete and each.step is not None]
+
+
+def _lock(found: CheckpointInfo, locks: contextlib.ExitStack) -> bool:
+    """Lock a checkpoint as a reader, if it can be read; return False if it has just been removed."""
+    backend, manifest = open_backend(found.path), f"{found.unique_id}.manifest"
+    try:
+        locks.enter_context(backend.locks.share(manifest))
+    except FileNotFoundError:
+        return manifest in backend.names()  # a link that leads nowhere
+    except (CorruptCheckpointError, OSError):
+        pass
+    return True
 
 
 @overload

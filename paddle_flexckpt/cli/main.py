@@ -117,11 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     from paddle_flexckpt.catalog import CheckpointError
     from paddle_flexckpt.catalog.texts import printable_lines
-    from paddle_flexckpt.cli.common import Outcome, take_newest
+    from paddle_flexckpt.cli.common import Outcome, newest_taken
 
     try:
-        take_newest(options)
-        result = options.run(options)
+        with newest_taken(options):
+            result = options.run(options)
         outcome = result if isinstance(result, Outcome) else Outcome(result)
         print(printable_lines(outcome.text))
     except BrokenPipeError:

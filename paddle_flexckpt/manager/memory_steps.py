@@ -378,9 +378,9 @@ class MemorySteps:
         if unserved:
             self.release()
             raise HeldError(
-                f"{context}: another process holds {self._run_directory().path} on the nodes of ranks {format_ranks(unserved)}: an "
-                "earlier start of this run that has not ended, or another manager. Remedy (FC507): end that process, "
-                "and start again"
+                f"{context}: another process holds {self._run_directory().path} on the nodes of ranks "
+                f"{format_ranks(unserved)}: an earlier start of this run that has not ended, or another manager. "
+                "Remedy (FC507): end that process, and start again"
             )
         self._held, self._nodes, self._is_tidy = self.run, len(served), False
         if self._comm.position == 0 and (few := few_nodes(self._tier, self._nodes)):

@@ -290,7 +290,11 @@ def list_checkpoints(path: Location) -> list[CheckpointInfo]:
     Raises:
         UnreadableCheckpointError: The directory itself cannot be read.
     """
-    return _look(open_backend(path))[0]
+    backend = open_backend(path)
+    while True:
+        found, below = _look(backend)
+        if not _may_have_missed(backend, below):
+            return found
 
 
 def latest(path: Location) -> CheckpointInfo | None:
@@ -299,12 +303,8 @@ def latest(path: Location) -> CheckpointInfo | None:
     Args:
         path: As for :func:`list_checkpoints`.
     """
-    backend = open_backend(path)
-    while True:
-        found, below = _look(backend)
-        complete = [info for info in found if info.complete]
-        if not _may_have_missed(backend, below):
-            return complete[-1] if complete else None
+    complete = [info for info in list_checkpoints(path) if info.complete]
+    return complete[-1] if complete else None
 
 
 def is_complete(path: Location, unique_id: int | None = None) -> bool:

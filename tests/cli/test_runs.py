@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native import directory
+from paddle_flexckpt.tools import digests
 from tests.saved import data_file
 from tests.transfer.samples import save
 
@@ -65,6 +69,41 @@ def test_a_diff_takes_runs_on_both_sides(run, capsys):
 def test_a_run_is_written_as_its_highest_step(run, capsys, command):
     assert len(ran(capsys, command, "run", "out")[1]) == 1
     ran(capsys, "diff", "out", "run/step_00000011")
+
+
+@pytest.mark.parametrize("words", [["digest", "run"], ["export", "run", "out"], ["verify", "run"], ["du", "run"]])
+def test_retention_goes_on_between_the_choice_and_the_lock(run, capsys, monkeypatch, words):
+    """A step is chosen; then a later one is saved, and the chosen one removed."""
+    look, later = directory._look, [12, 13]
+
+    def slowly(backend):
+        found = look(backend)
+        if later:
+            step = later.pop(0)
+            save(run / f"step_{step:08d}", {"model.w": np.full((4, 4), step, np.float32)}, world=1, step=step)
+            for each in run.iterdir():
+                if not each.name.endswith(str(step)):
+                    shutil.rmtree(each)
+        return found
+
+    monkeypatch.setattr(directory, "_look", slowly)
+    _, messages = ran(capsys, *words)
+    assert later == []
+    if words[0] in ("digest", "export"):
+        assert messages == [f"flexckpt {words[0]}: run is a run; its highest complete step is taken, run/step_00000013"]
+
+
+def test_the_chosen_step_is_kept_until_the_command_ends(run, capsys, monkeypatch):
+    digest, claims, locks = digests.digest_checkpoint, [], LocalBackend("run/step_00000011").locks
+
+    def held(*arguments, **options):
+        claims.append(locks.claim("0.manifest"))
+        return digest(*arguments, **options)
+
+    monkeypatch.setattr(digests, "digest_checkpoint", held)
+    ran(capsys, "digest", "run")
+    assert claims == [None]
+    assert locks.claim("0.manifest") is not None
 
 
 def test_the_model_of_a_rehearsal_may_be_that_of_a_run(run, capsys):
