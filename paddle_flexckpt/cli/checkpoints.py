@@ -25,7 +25,7 @@ from paddle_flexckpt.cli.common import (
     add_verify,
     aoa_config,
     byte_count,
-    each_of,
+    checkpoints_of,
     progress_bar,
     read_catalog,
     write_page,
@@ -303,23 +303,23 @@ def _verify(options: argparse.Namespace) -> Outcome:
     from paddle_flexckpt.cli.overview import find_lost, find_unfinished, is_all_running, lost_line, unfinished_lines
     from paddle_flexckpt.tools.verification import verify_checkpoint
 
-    reports, is_run = [], False
-    for path, unique_id in each_of(options.source, options.unique_id):
-        is_run = path != options.source
+    steps = checkpoints_of(options.source, options.unique_id)
+    reports = []
+    for path, unique_id in [(each.path, each.unique_id) for each in steps] or [(options.source, options.unique_id)]:
         with progress_bar(options.json) as progress:
             reports.append(verify_checkpoint(path, unique_id, progress=progress))
     damaged = sum(not each.ok for each in reports)
     root = open_backend(options.source)
-    unfinished, lost = (find_unfinished(root), find_lost(root)) if is_run else ([], [])
+    unfinished, lost = (find_unfinished(root), find_lost(root)) if steps else ([], [])
     ok = not damaged and not lost and is_all_running(unfinished)
-    if options.json and is_run:
+    if options.json and steps:
         from paddle_flexckpt.cli.outputs import VerifyRunReport
 
         return Outcome(VerifyRunReport(options.source, ok, reports, unfinished, lost).to_json(), int(not ok))
     if options.json:
         return Outcome(reports[0].to_json(), damaged)
     lines = [line for each in reports for line in (*_problem_lines(each), each.summary())]
-    lines += [f"{options.source}: {len(reports) - damaged} of {len(reports)} checkpoints are whole"] if is_run else []
+    lines += [f"{options.source}: {len(steps) - damaged} of {len(steps)} checkpoints are whole"] if steps else []
     return Outcome(
         "\n".join([*lines, *map(lost_line, lost), *unfinished_lines(options.source, unfinished)]), int(not ok)
     )

@@ -55,12 +55,7 @@ def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, all_steps: bool = False) -> None:
-    """Add ``CHECKPOINT`` and ``--id``.
-
-    Args:
-        parser: The command's.
-        all_steps: Whether the command takes all steps of a run; otherwise it takes the highest.
-    """
+    """Add ``CHECKPOINT`` and ``--id``; of a run a command takes all steps, or the highest."""
     of_run = "or of a run with its steps" if all_steps else OF_RUN
     parser.add_argument("source", metavar="CHECKPOINT", help=f"directory or URL of the checkpoint, {of_run}")
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", help="its id; by default the highest")
@@ -171,12 +166,7 @@ def byte_count(text: str) -> int:
 
 
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table, with aligned columns.
-
-    Args:
-        rows: The texts of each row, equally many in each. Characters that a terminal may interpret are escaped.
-        right: The columns that are aligned right; the others are aligned left.
-    """
+    """Return the lines of a table; columns in ``right`` are aligned right. What a terminal may interpret is escaped."""
     cells = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return [
@@ -207,65 +197,28 @@ def checkpoints_of(source: str, unique_id: int | None) -> list[CheckpointInfo]:
 def newest_taken(options: argparse.Namespace) -> Iterator[None]:
     """Put a run's highest complete step in the place of its directory, say so on standard error, and keep it locked.
 
-    Args:
-        options: A command's arguments. ``newest`` has the names of those that are checkpoints, and of their ids.
+    ``newest`` of a command's arguments has the names of those that are checkpoints, and of their ids.
     """
     with contextlib.ExitStack() as locks:
         for name, its_id in getattr(options, "newest", {}).items():
-            path = getattr(options, name)
-            found = [] if path is None else steps_of(path, getattr(options, its_id, None), locks)
-            steps = _complete(found)
-            if not steps:
+            path, is_taken = getattr(options, name), False
+            while path is not None and not is_taken:
+                found = checkpoints_of(path, getattr(options, its_id, None))
+                steps = [each for each in found if each.complete and each.step is not None]
+                if not steps:
+                    break
+                newest = steps[-1]
+                with contextlib.suppress(FileNotFoundError):  # it was just removed, so a later one is there
+                    locks.enter_context(open_backend(newest.path).locks.share(f"{newest.unique_id}.manifest"))
+                    is_taken = True
+            if not is_taken:
                 continue
-            setattr(options, name, steps[-1].path)
-            lines = [f"{quoted(path)} is a run; its highest complete step is taken, {quoted(steps[-1].path)}"]
+            setattr(options, name, newest.path)
+            lines = [f"{quoted(path)} is a run; its highest complete step is taken, {quoted(newest.path)}"]
             lines += [f"not complete: {quoted(each.path)}: {each.problem}" for each in found if not each.complete]
             text = "\n".join(f"flexckpt {options.command}: {line}" for line in lines)
             print(printable_lines(text), file=sys.stderr)
         yield
-
-
-def steps_of(source: str, unique_id: int | None, locks: contextlib.ExitStack) -> list[CheckpointInfo]:
-    """Return what :func:`checkpoints_of` does, with the highest complete step of a run locked.
-
-    One that retention removes meanwhile has a successor: the directory is listed again.
-    """
-    while True:
-        found = checkpoints_of(source, unique_id)
-        steps = _complete(found)
-        if not steps or _lock(steps[-1], locks):
-            return found
-
-
-def each_of(source: str, unique_id: int | None) -> Iterator[tuple[str, int | None]]:
-    """Yield place and id of each checkpoint of a run, locked meanwhile; of another directory, what was given.
-
-    Those that have just been removed are left out.
-    """
-    with contextlib.ExitStack() as locks:
-        found = steps_of(source, unique_id, locks)
-        if not found:
-            yield source, unique_id
-        for each in found:
-            with contextlib.ExitStack() as own:
-                if _lock(each, own):
-                    yield each.path, each.unique_id
-
-
-def _complete(found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    return [each for each in found if each.complete and each.step is not None]
-
-
-def _lock(found: CheckpointInfo, locks: contextlib.ExitStack) -> bool:
-    """Lock a checkpoint as a reader, if it can be read; return False if it has just been removed."""
-    backend, manifest = open_backend(found.path), f"{found.unique_id}.manifest"
-    try:
-        locks.enter_context(backend.locks.share(manifest))
-    except FileNotFoundError:
-        return manifest in backend.names()  # a link that leads nowhere
-    except (CorruptCheckpointError, OSError):
-        pass
-    return True
 
 
 @overload
@@ -292,14 +245,9 @@ def read_catalog(path: str | None) -> Catalog | None:
 
 @contextlib.contextmanager
 def progress_bar(as_json: bool = False, stream: TextIO | None = None) -> Iterator[ProgressCallback | None]:
-    """Yield the callback that draws progress, or None if nobody would see it.
+    """Yield the callback that draws progress on standard error; None if nobody sees it, or a program reads the output.
 
-    It draws only on a terminal, on standard error, and removes the bar at the end. tqdm draws it if it is installed
-    (the extra ``cli``); otherwise a line counts per cent.
-
-    Args:
-        as_json: Whether a program reads the command's output.
-        stream: Where to draw; standard error by default.
+    The bar goes at the end. tqdm draws it if it is installed (the extra ``cli``); otherwise a line counts per cent.
     """
     stream = sys.stderr if stream is None else stream
     if as_json or not stream.isatty() or os.environ.get("TERM") == "dumb":

@@ -19,7 +19,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
-from paddle_flexckpt.cli.common import Outcome, add_checkpoint, each_of, table
+from paddle_flexckpt.cli.common import Outcome, add_checkpoint, checkpoints_of, table
 from paddle_flexckpt.foreign.formats import SourceDirectory, explain_lacking, others_below
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
@@ -352,9 +352,8 @@ def _age(seconds: float) -> str:
 def _usage(options: argparse.Namespace) -> str:
     """Return a line for each group, the largest first."""
     sizes, keys = Counter[str](), Counter[str]()
-    places = []
-    for path, unique_id in each_of(options.source, options.unique_id):
-        places.append(path)
+    steps = [(each.path, each.unique_id) for each in checkpoints_of(options.source, options.unique_id)]
+    for path, unique_id in steps or [(options.source, options.unique_id)]:
         catalog = SourceDirectory(path).read_manifest(unique_id).catalog
         names, of_row = _groups(catalog, options.by)
         for group, name in enumerate(names):
@@ -373,7 +372,7 @@ def _usage(options: argparse.Namespace) -> str:
     for name, size in groups:
         lines.append((name, str(size), format_bytes(size), f"{size / max(total, 1):.1%}", str(keys[name])))
     lines.append(("total", str(total), format_bytes(total), "", str(every_key)))
-    last = [f"in {len(places)} checkpoints"] if places != [options.source] else []
+    last = [f"in {len(steps)} checkpoints"] if steps else []
     return "\n".join([*table(lines, right=(1, 2, 3, 4)), *last])
 
 

@@ -5,7 +5,6 @@ Tested in tests/manager/test_memory_tier.py.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.manager.policies import SavePolicy, check_policies
+from paddle_flexckpt.media.backend import exists
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import is_remote, open_destination
 
@@ -75,22 +75,20 @@ class MemoryTier:
 
 
 def own_directory(tier: MemoryTier, run: str = "") -> LocalBackend:
-    """Return a tier's directory, or that of a run there, whether it exists or not.
+    """Return a tier's directory, or that of a run there; ValidationError if others could have put steps into it.
 
-    Raises:
-        ValidationError: Others could have put steps there. Only the tier's may be one that all share, as /dev/shm is.
+    The tier's, and not the run's, may be one that all share, as /dev/shm is.
     """
     above, user = LocalBackend(str(tier.path)), os.geteuid()
     directory = above.child(run) if run else above
-    for each in (above, directory):
-        with contextlib.suppress(FileNotFoundError):
-            found, owners = os.stat(each.path), {os.lstat(each.path).st_uid, os.stat(each.path).st_uid}
-            is_shared = each is above and found.st_mode & stat.S_ISVTX and owners <= {0, user}
-            if not is_shared and (owners != {user} or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-                raise ValidationError(
-                    f"others than user {user} could have put steps into {each.path}: its owner is user "
-                    f"{found.st_uid}, its mode {stat.S_IMODE(found.st_mode):o}. Remedy (FC507): {_ANOTHER}"
-                )
+    for each in filter(exists, (above, directory)):
+        found, owners = os.stat(each.path), {os.lstat(each.path).st_uid, os.stat(each.path).st_uid}
+        is_shared = each is above and found.st_mode & stat.S_ISVTX and owners <= {0, user}
+        if not is_shared and (owners != {user} or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+            raise ValidationError(
+                f"others than user {user} could have put steps into {each.path}: its owner is user {found.st_uid}, its "
+                f"mode {stat.S_IMODE(found.st_mode):o}. Remedy (FC507): {_ANOTHER}"
+            )
     return directory
 
 

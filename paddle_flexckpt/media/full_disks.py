@@ -24,12 +24,7 @@ _REFUSED = frozenset((errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, err
 
 @contextlib.contextmanager
 def writing(path: str, nbytes: int | None = None) -> Iterator[None]:
-    """Add the file's name to errors, and the remedy to those of a full disk, with figures, or of a refusal.
-
-    Args:
-        path: The file that is written.
-        nbytes: The bytes of the whole file, if they are known.
-    """
+    """Add the file's name to errors, and the remedy to those of a full disk, with figures, or of a refusal."""
     try:
         with naming(path):
             yield

@@ -89,13 +89,7 @@ class LeaseLock(SaveLock):
     """A lease on a directory, renewed by a thread of its own."""
 
     def __init__(self, backend: Backend, claim: Claim, renewed_at: float) -> None:
-        """Hold a lease.
-
-        Args:
-            backend: The directory.
-            claim: The contents of its lease file, now or soon.
-            renewed_at: The time at which the last write of the lease began, by this host's clock.
-        """
+        """Hold a lease; ``renewed_at``: when its last write began, by this host's clock."""
         self._backend = backend
         self._claim = claim
         self._renewed_at = renewed_at

@@ -87,17 +87,7 @@ class Medium:
     def __init__(
         self, file_system: Any, creates: bool, root: str, shown: str, retries: int, budget: Budget, secrets: Secrets
     ) -> None:
-        """Wrap a file system.
-
-        Args:
-            file_system: fsspec's.
-            creates: Whether the request that creates a file fails if the file exists, even if it is new.
-            root: The directory's path in it.
-            shown: The directory's URL for errors.
-            retries: Further tries of a request.
-            budget: As in the attributes.
-            secrets: Texts that no error may show.
-        """
+        """Wrap fsspec's file system; ``creates``: whether the request that creates a file fails where there is one."""
         self.file_system, self.pid, self.budget = file_system, os.getpid(), budget
         self._creates, self._root, self._shown = creates, root, shown
         self._retrier, self._once = Retrier(retries, secrets), Retrier(0, secrets)

@@ -67,15 +67,8 @@ def plan_for_readers(wanted: Wanted, reader: np.ndarray, budget: Budget = Budget
 
     Ranges that are near each other in a file become stretches. The stretches are laid end to end on one line, which is
     cut into requests. The requests of a reader are halved until those that it holds at a time fit into half of its
-    budget. A load has one reader; a rehearsal has one for each rank.
-
-    Args:
-        wanted: One reader's ranges after the other's.
-        reader: int64 per range, the reader of it; rising.
-        budget: The budget of each reader.
-
-    Returns:
-        The requests, and int64 for each of them: its reader, rising.
+    budget. A load has one reader; a rehearsal has one for each rank. ``reader``, int64 and rising, is that of each
+    range; the second result is that of each request.
     """
     full = np.flatnonzero(wanted.end > wanted.begin)
     if not len(full):

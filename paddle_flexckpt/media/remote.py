@@ -30,12 +30,7 @@ _UPLOAD_REQUESTS = 3
 
 
 def count_sends(sizes: np.ndarray, part_bytes: int = PART_BYTES) -> np.ndarray:
-    """Return how many requests send new files to S3, if none has to be repeated; int64, 0 for no bytes.
-
-    Args:
-        sizes: int64, bytes of each.
-        part_bytes: As of :func:`media.opening.open_storage`.
-    """
+    """Return how many requests send new files of these sizes to S3, none of them twice; int64, 0 for no bytes."""
     part = np.maximum(part_bytes, -(-sizes // MOST_PARTS))
     return np.where(sizes > part, -(-sizes // part) + _UPLOAD_REQUESTS, (sizes > 0).astype(np.int64))
 

@@ -145,12 +145,7 @@ class Retrier:
     """A maker of requests: it retries where that may help, and turns errors into OSErrors that name the file."""
 
     def __init__(self, retries: int, secrets: Secrets) -> None:
-        """Make no request yet.
-
-        Args:
-            retries: The number of tries after the first one.
-            secrets: What errors must not show.
-        """
+        """Make no request yet; ``retries``: the tries after the first one; ``secrets``: what errors must not show."""
         self._retries = retries
         self._secrets = secrets
 

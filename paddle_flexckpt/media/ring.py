@@ -31,12 +31,9 @@ class BufferRing(Generic[T]):
     ) -> None:
         """Take the buffers and the functions that fill them; :meth:`take` begins.
 
-        Args:
-            buffers: The buffers.
-            fill: Fills a buffer and returns a description of the content; None at the end. One thread at a time calls
-                it. If there is a ``finish``, it only chooses the content.
-            finish: Carries out the copy that ``fill`` has chosen. Two threads do so, so that the device or disk always
-                has a next copy.
+        ``fill`` fills a buffer and returns a description of the content, None at the end; one thread at a time calls it.
+        If there is a ``finish``, it only chooses the content, which ``finish`` copies: two threads do so, so that the
+        device or disk always has a next copy.
         """
         self._fill, self._finish = fill, finish
         self._free: SimpleQueue[np.ndarray | None] = SimpleQueue()

@@ -102,12 +102,8 @@ class Cleaner:
     def remove_replaced(self, own: SaveNames, manifest: Manifest, names: Sequence[str], being_read: bool) -> None:
         """Remove files that a just committed save does not need, and those that others left; its own marker is last.
 
-        Args:
-            own: The save.
-            manifest: The manifest that was committed.
-            names: The directory's files as the caller has listed them since the commit.
-            being_read: Whether the checkpoint that was replaced is being read: its files stay for the next save of its
-                id, or its removal.
+        ``names`` were listed since the commit. Files of a replaced checkpoint that is ``being_read`` stay for the next
+        save of its id, or its removal.
         """
         named = {*manifest.files}
         useless = [*filter(self._temporary.fullmatch, names), *filter(is_message, names)]
@@ -146,13 +142,7 @@ class Cleaner:
         return list(find_begun(self._directory, [name for name in names if own is None or name != own.marker_file]))
 
     def _remove(self, useless: Sequence[str], dead: Sequence[BegunSave], names: Sequence[str]) -> list[str]:
-        """Remove useless files, and the files of dead saves that no manifest names; return what was removed.
-
-        Args:
-            useless: Names of files to remove in any case.
-            dead: The dead saves.
-            names: The directory's files.
-        """
+        """Remove useless files, and the files of dead saves that no manifest names; return what was removed."""
         named_by_id = {each.save.unique_id: self._named(each.save.unique_id) for each in dead}
         # If a manifest is damaged, it cannot be known whose files these are.
         dead = [each for each in dead if named_by_id[each.save.unique_id] is not None]

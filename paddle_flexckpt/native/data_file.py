@@ -149,13 +149,12 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int, 
             raise CorruptCheckpointError(
                 f"{path} has {file.size} bytes; expected {size} (truncated?). Remedy (FC305): {remedy()}"
             )
-        if manifest.foreign:
-            is_same, what = version in (None, file.version), "it has changed since it was first opened"
-        else:
-            is_same = manifest.save_token.encode() in file.read(0, TOKEN_WINDOW)
-            what = "its save token is not the manifest's"
-        if not is_same:
-            raise CorruptCheckpointError(f"{path} belongs to another save: {what}. Remedy (FC304): {remedy()}")
+        if not manifest.foreign and manifest.save_token.encode() not in file.read(0, TOKEN_WINDOW):
+            raise CorruptCheckpointError(
+                f"{path} belongs to another save: its save token is not the manifest's. Remedy (FC304): {remedy()}"
+            )
+        if manifest.foreign and version not in (None, file.version):
+            raise CorruptCheckpointError(f"{path} has changed since it was first opened. Remedy (FC304): {remedy()}")
         stack.pop_all()
     return file
 

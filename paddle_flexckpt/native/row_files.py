@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import resource
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +111,8 @@ class RowFiles:
         self._byte_length = manifest.catalog.byte_length
         # In the order of their use. One that is dropped is closed when the last thread that uses it has ended.
         self._files, self._maps = OrderedDict[int, InputFile](), OrderedDict[int, Optional[mmap.mmap]]()
-        self._most_open = _most_open() if backend.has_path else len(manifest.file_bytes)
+        allowed = os.sysconf("SC_OPEN_MAX") // OPEN_PART
+        self._most_open = max(1, min(MOST_OPEN, allowed)) if backend.has_path else len(manifest.file_bytes)
         self._versions: dict[int, object] = {}
         self._unusable: dict[int, CorruptCheckpointError | OSError] = {}
 
@@ -317,12 +317,6 @@ class RowFiles:
 
         self.threads.each(work, -(-copy.extents[0] // step))
         return not refused
-
-
-def _most_open() -> int:
-    """Return how many files to keep open."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return MOST_OPEN if allowed == resource.RLIM_INFINITY else max(1, min(MOST_OPEN, allowed // OPEN_PART))
 
 
 def map_step(copy: StridedCopy, itemsize: int) -> int:

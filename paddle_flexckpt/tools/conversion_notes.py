@@ -26,21 +26,12 @@ class ConversionNotes:
     """The notes of one conversion. The caller holds the lock of the destination."""
 
     def __init__(self, sink: Backend, digest: str) -> None:
-        """Touch nothing yet.
-
-        Args:
-            sink: The destination.
-            digest: 32 hexadecimal digits, which identify the conversion.
-        """
+        """Touch nothing yet; ``digest``: 32 hexadecimal digits, which identify the conversion into the ``sink``."""
         self._sink, self._name = sink, f".convert-{digest}"
         self._folder = sink.child(self._name)
 
     def begin(self, names: Iterable[str], restart: bool) -> None:
-        """Begin a conversion, or go on with it.
-
-        Args:
-            names: All files that it may write.
-            restart: Whether to begin anew, and remove the written files.
+        """Begin a conversion that may write these files, or go on with it; ``restart``: remove what is written first.
 
         Raises:
             ValidationError: The destination is in use, or has another, unfinished conversion.

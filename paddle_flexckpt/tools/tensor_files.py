@@ -66,17 +66,10 @@ def choose_tensors(
     extra_state: bool = True,
     settings: Settings = dict,
 ) -> Chosen:
-    """Choose the tensors to write.
+    """Choose the tensors to write: keys that begin with ``start``, which is removed, and do not end as ``skips``.
 
-    Args:
-        source: The shards of all sources.
-        aoa_config: AOA statements, or None.
-        start: Only keys that start with this, which is removed.
-        states: Whether optimizer states and extra state are written too.
-        by_safetensors: Whether only safetensors' own dtypes are allowed.
-        skips: Endings of keys to leave out.
-        extra_state: Whether a run's extra state is among the keys.
-        settings: Returns the ``config.json`` of the model, whose head counts those of statements have to be.
+    ``by_safetensors``: whether only safetensors' own dtypes are allowed. ``settings`` returns the model's
+    ``config.json``, whose head counts those of statements have to be.
 
     Raises:
         ValidationError: There is nothing to write, the statements do not fit, or the files cannot hold a tensor.
@@ -114,10 +107,6 @@ def choose_tensors(
 
 def check_tied(infos: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> None:
     """Check that a model whose configuration ties its embeddings has no head of another shape beside them.
-
-    Args:
-        infos: The model's tensors, by Hugging Face's names.
-        settings: The configuration; empty if there is none.
 
     Raises:
         ValidationError: It has, as where the rules were not told that the head is the embedding.
@@ -292,18 +281,7 @@ def write_arrays(
     data: Iterable[np.ndarray],
     look: Callable[[memoryview], object] = lambda part: None,
 ) -> None:
-    """Write the bytes of arrays as a file, which appears complete.
-
-    Args:
-        sink: The destination.
-        name: The file's name.
-        nbytes: Bytes of all arrays.
-        data: The arrays; each is freed before the next one is taken.
-        look: Called with the bytes of each.
-
-    Raises:
-        OSError: The medium refused.
-    """
+    """Write the bytes of arrays as a file, which appears complete; ``look`` is called with those of each array."""
     with sink.create(name, "replace", size=nbytes) as stream:
         for array in data:
             part = memoryview(array.ravel().view(np.uint8))
@@ -336,14 +314,7 @@ def tensor_file(
     stored: Callable[[str], str] = str,
     metadata: Mapping[str, str] | None = None,
 ) -> TensorFile:
-    """Return a file for some tensors.
-
-    Args:
-        file: Its name.
-        part: The tensors' names.
-        infos: Shape and dtype by name.
-        stored: Returns a tensor's name in the file.
-        metadata: Its ``__metadata__``; None: that of a model.
+    """Return a file for some tensors, with metadata (None: a model's); ``stored`` returns a tensor's name in it.
 
     Raises:
         ValidationError: There are too many for one file.

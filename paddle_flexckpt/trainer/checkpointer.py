@@ -339,11 +339,6 @@ class TrainerCheckpointer:
         return self._text_of_coordinator("cannot look for an earlier checkpoint", lambda: look(step) or "") or None
 
     @property
-    def restored_native(self) -> bool:
-        """Return whether a checkpoint of this library was restored; communicates nothing."""
-        return self._restored is not None and self._restored.native
-
-    @property
     def restored_averages(self) -> bool:
         """Return whether the restored checkpoint has moving averages that are read here; communicates nothing."""
         restored = self._restored

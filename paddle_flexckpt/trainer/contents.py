@@ -156,14 +156,10 @@ def _write_config(model: Any, directory: Path) -> None:
 
 
 def export_weights(directory: Path, aoa_config: Mapping[str, Any] | None) -> None:
-    """Write the model's weights of a complete checkpoint as safetensors with Hugging Face's names and layouts.
+    """Write the weights of a complete checkpoint as safetensors with Hugging Face's names, by these statements to them.
 
     They go to ``{directory}/huggingface``, which exists once it is complete; configuration and tokenizer are copied
     beside them. One process does it.
-
-    Args:
-        directory: The checkpoint's.
-        aoa_config: The statements from the model's names to Hugging Face's; None keeps its own.
 
     Raises:
         ValidationError: The statements do not fit; nothing was written.

@@ -86,17 +86,10 @@ class TrainerDirectories:
             sync_path(os.fspath(path))
 
     def rotate(self, limit: int | None, best: str | os.PathLike[str] | None, busy: Collection[int] = ()) -> list[int]:
-        """Remove all but the newest checkpoints, and leftovers of interrupted saves and removals.
+        """Remove all but the newest checkpoints, and leftovers of interrupted saves and removals; return their steps.
 
-        The best checkpoint is kept too, and each that is being read or saved or has lost its manifest.
-
-        Args:
-            limit: The number of checkpoints to keep, the best one among them; None or 0: all.
-            best: Directory of the best one, if known.
-            busy: Steps that are being saved in the background.
-
-        Returns:
-            The steps removed.
+        ``limit`` checkpoints stay (None or 0: all), the best one among them if its directory is known; and each that is
+        read, has lost its manifest, or is ``busy``, which means being saved in the background.
 
         Raises:
             CheckpointError: Something could not be removed; all that could be has been.
