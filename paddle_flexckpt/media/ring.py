@@ -31,7 +31,7 @@ class BufferRing(Generic[T]):
     ) -> None:
         """Take the buffers and the functions that fill them; :meth:`take` begins.
 
-        ``fill`` fills a buffer and returns a description of the content, None at the end; one thread at a time calls it.
+        ``fill`` fills a buffer and returns a description of the content, None at the end. One thread at a time does so.
         If there is a ``finish``, it only chooses the content, which ``finish`` copies: two threads do so, so that the
         device or disk always has a next copy.
         """

@@ -156,9 +156,10 @@ class RowFiles:
     def map(self, row: int) -> mmap.mmap | None:
         """Map a row's file into memory; None if it is remote."""
         file = int(self._manifest.catalog.file[row])
-        if file not in self._maps:
-            self._maps[file] = self.open(file).memory_map()
-        return self._latest(self._maps, file)
+        with self.count.lock:
+            if file not in self._maps:
+                self._maps[file] = self.open(file).memory_map()
+            return self._latest(self._maps, file)
 
     def _latest(self, kept: OrderedDict[int, Kept], file: int) -> Kept:
         """Return what is kept of a file; drop the one that has not been used for longest, if there are too many."""

@@ -129,12 +129,22 @@ def test_the_first_error_is_raised_and_nothing_is_begun_after_it(four_threads):
     threads.close()
 
 
-def test_threads_read_files_that_others_drop(tmp_path, monkeypatch, four_threads):
+@pytest.mark.parametrize("mapped", [False, True])
+def test_threads_read_files_that_others_drop(tmp_path, monkeypatch, four_threads, mapped):
     monkeypatch.setattr(row_files, "MOST_OPEN", 1)
     stored = store(tmp_path, [whole(f"w{i}", "uint8", (999,), i) for i in range(12)])
     got = np.zeros((600, 999), dtype=np.uint8)
     with FileReader(stored.directory, stored.manifest) as reader:
-        reader.files.threads.each(lambda i: reader.files.read(i * 7 % 12, 0, got[i]), len(got))
+
+        def read_one(i: int) -> None:
+            row = i * 7 % 12
+            if mapped:
+                begin = begin_of(stored, row)
+                got[i] = np.frombuffer(reader.files.map(row), np.uint8)[begin : begin + 999]
+            else:
+                reader.files.read(row, 0, got[i])
+
+        reader.files.threads.each(read_one, len(got))
     assert (got == [stored.values[i * 7 % 12] for i in range(len(got))]).all()
 
 
