@@ -256,7 +256,7 @@ class _Conversion:
         self._digest = self._make_digest()
         content = Content(
             infos=self._infos,
-            orders=_orders(self._keys, catalog, self._mapping),
+            orders=_orders(self._keys, catalog, self._mapping, codes),
             stored=_stored(self._keys, catalog, self._mapping),
             token=self._digest,
             step=manifest.step,
@@ -386,13 +386,15 @@ def _copied(keys: Mapping[str, str], mapping: TensorMapping | None) -> dict[str,
     return {name: copied.get(key, key) for name, key in keys.items() if key in copied or key in untouched}
 
 
-def _orders(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | None) -> dict[str, Order]:
+def _orders(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | None, codes: Codes) -> dict[str, Order]:
     """Return the order of elements of each written tensor, by name; tensors of unknown order are left out."""
     known = {key: source.order(number) for number, key in enumerate(source.keys)}
     uncertain = {source.keys[number] for number in np.flatnonzero(may_be_fused(source)).tolist()}
     copied, orders = _copied(keys, mapping), {}
     for name, key in keys.items():
         before = known.get(copied.get(name, key))
+        if codes.are_foreign(key):
+            continue
         if name not in copied:
             # Statements made it, or brought it into natural order.
             orders[name] = replace(before, parts=1) if before is not None and before.is_permuted else NATURAL

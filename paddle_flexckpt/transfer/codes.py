@@ -1,13 +1,15 @@
 """Codes: tensors of 8-bit floats or integers that are numbers only together with scales, and their dequantization.
 
-A cast would take a code for a plain number. So a cast is refused if there is evidence of codes: a scale beside them, or
-a ``quantization_config`` in the ``config.json`` of the source's directory.
+A cast would take a code for a plain number. So a cast is refused for float8 of another program, whatever stands beside
+it, and elsewhere if there is evidence of codes: a scale in their module, or a ``quantization_config`` in the
+``config.json`` of the source's directory.
 
 Tested in tests/transfer/test_codes.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +23,13 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.transfer.mapping import tensor_infos
 
+_EIGHT_BITS = frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8"})
 # Wider types are positions and counters: codes are not packed into them.
-CODE_DTYPES = frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16", "uint16", "int32", "uint32"})
-# Names of scales and the like beside codes: of float8 (DeepSeek, compressed-tensors, modelopt), int8 and 4 bits
-# (bitsandbytes, GPTQ, AWQ, torchao, quanto, MXFP4), and of states of 8-bit optimizers.
-_SCALE = r"_?(?:scales?(?:_inv|_\d+)?|SCB|absmax\d*|q?zeros|zero_points?|qmap\d*|quant_map)"
-# Names of codes that differ from the tensor's: gate_proj_blocks, weight_packed, qweight.
-_PACKED = re.compile(r"(.+)_(?:blocks|packed|codes|q)")
+CODE_DTYPES = _EIGHT_BITS | {"int16", "uint16", "int32", "uint32"}
+# What names of scales and markers beside codes contain; those of wider integers begin with the codes' own name, too.
+_SIGN = re.compile(r"scale|scb|absmax|zero|qmap|quant|_s$", re.IGNORECASE)
+# Names of codes that differ from the tensor's: gate_proj_blocks, weight_packed.
+_PACKED = re.compile(r"_(?:blocks|packed|codes|q)$")
 # The scales by which fp8 codes are multiplied, the best known first.
 _FACTORS = ("{}_scale_inv", "{}_scale", "{}.scale_inv", "{}.scale", "{}._scale", "{}_scales", "{}.scales")
 _QUANTIZATION = ("quantization_config", "compression_config")
@@ -49,6 +51,9 @@ class Codes:
         coded = np.asarray([dtype in CODE_DTYPES for dtype in source.dtypes], dtype=bool)[source.dtype]
         keys = (source.keys[number] for number in np.unique(source.key[coded]).tolist())
         self._coded = {key for key in keys if not key.startswith(EXTRA_STATE)}
+        # This library's saves record the order of each tensor's elements, other programs' do not.
+        ordered = source.key_order >= 0 if len(source.key_order) else np.zeros(len(source.keys), dtype=bool)
+        self._ours = frozenset(itertools.compress(source.keys, ordered.tolist()))
 
     @cached_property
     def _infos(self) -> dict[str, TensorInfo]:
@@ -74,14 +79,13 @@ class Codes:
         if key not in self._coded:
             return []
         base, dot, leaf = key.rpartition(".")
-        packed = _PACKED.fullmatch(leaf)
-        stems = [re.escape(leaf), *([re.escape(packed[1])] if packed else [])]
-        beside = re.compile(rf"(?:{'|'.join(stems)}|(?:q|\w*weight|quant))?{_SCALE}")
-        names = [name for name in self._siblings[base] if name != leaf and beside.fullmatch(name)]
-        names.sort(key=lambda name: (not name.startswith(leaf), len(name)))
-        found = [f"{base}{dot}{name}" for name in names]
-        inside = [f"{key}.{name}" for name in self._siblings.get(key, ()) if re.fullmatch(_SCALE, name)]
-        return [*found, *sorted(inside)]
+        stem, siblings = _PACKED.sub("", leaf), self._siblings
+        # Wider integers beside a scale may be positions.
+        start = "" if leaf.startswith("q") or self._infos[key].dtype in _EIGHT_BITS else stem
+        beside = [name for name in siblings[base] if name != leaf and name.startswith(start) and _SIGN.search(name)]
+        beside.sort(key=lambda name: (not name.startswith(stem), len(name), name))
+        inside = [f"{key}.{name}" for name in siblings.get(key, ()) if _SIGN.search(name)]
+        return [*(f"{base}{dot}{name}" for name in beside), *sorted(inside)]
 
     @property
     def are_dequantized(self) -> bool:
@@ -90,6 +94,15 @@ class Codes:
 
         nodes = () if self._mapping is None else self._mapping.nodes
         return any(isinstance(node.step, (DequantFp8, DequantMxfp4)) for node in nodes)
+
+    def are_foreign(self, name: str) -> bool:
+        """Return whether float8 of another program, not dequantized, becomes a tensor, the source's or a made one."""
+        if self._mapping is None or name not in self._mapping.tensors:
+            return self._is_foreign(name)
+        return any(self._is_foreign(key) for key, _ in self._made_of(self._mapping, name, ""))
+
+    def _is_foreign(self, key: str) -> bool:
+        return key in self._coded and self._infos[key].dtype.startswith("float8") and key not in self._ours
 
     def problem(self, name: str, dtype: str, **where: Any) -> Problem | None:
         """Return the problem if a cast of a key, the source's or a made one, would take codes for numbers."""
@@ -103,12 +116,13 @@ class Codes:
     def _cast(self, key: str, dtype: str, where: Mapping[str, Any]) -> Problem | None:
         if key not in self._coded or dtype == self._infos[key].dtype or not _is_number(dtype):
             return None
-        sign = next(iter(self.scales(key)), "")
-        if not sign and len(self._infos[key].shape) >= _WEIGHT_AXES and self._quantization:
+        codes, sign = self._infos[key], next(iter(self.scales(key)), "")
+        if not sign and len(codes.shape) >= _WEIGHT_AXES and self._quantization:
             sign = "quantization_config"
-        if not sign:
+        if not sign and not self._is_foreign(key):
             return None
-        expected, got = f"{dtype}, of codes and their scales", f"{self._infos[key].dtype} of {key!r}, with {sign!r}"
+        expected = f"{dtype}, of codes and their scales"
+        got = f"{codes.dtype} of {key!r}, {f'with {sign!r}' if sign else 'as another program has written it'}"
         what = "a cast would take codes of a quantised tensor for numbers"
         statements = " and ".join(f"'{each}'" for each in self._statements(key, dtype))
         remedy = f"make numbers of codes and scales by the AOA statements {statements}"

@@ -218,7 +218,7 @@ def _codes(pick: Pick, root: Path) -> str:
         (root / "hf" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     target = {"lin.weight": np.full((8, 4), -1, np.float32)}
     error = refused(lambda: fc.load_state_dict(target, root / "hf", dtype="cast", strict="missing"))
-    coded = kind != "float16" and (scale is not None or config)
+    coded = kind != "float16" and (scale is not None or config or (kind.startswith("float8") and not native))
     if coded and error is None:
         raise Finding(f"codes of {kind} beside {scale}, config {config}, became weights")
     return judged(error, target["lin.weight"].tolist(), codes.astype(np.float32).tolist(), kind, may_fail=coded)

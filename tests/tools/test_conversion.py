@@ -28,6 +28,7 @@ from paddle_flexckpt.tools.export import export_safetensors
 from paddle_flexckpt.tools.models import layout_of
 from paddle_flexckpt.tools.verification import verify_checkpoint
 from paddle_flexckpt.transfer import plan
+from paddle_flexckpt.transfer.codes import Codes
 from paddle_flexckpt.transfer.mapping import whole_mapping
 from tests.crash.harness import read_tree
 from tests.foreign import test_paddle_pickles, test_torch_dcp
@@ -292,7 +293,7 @@ def test_what_is_known_of_orders_is_written():
     )
     keys = {f"m.{key}": key for key in source.keys}
     mapping = whole_mapping(None, source)
-    assert conversion._orders(keys, source, mapping) == {
+    assert conversion._orders(keys, source, mapping, Codes(source, mapping)) == {
         "m.fused": Order(1, 1, "fused_ffn"),
         "m.natural": NATURAL,
         "m.whole": NATURAL,

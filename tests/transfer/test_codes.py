@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.catalog import NATURAL
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.saving import planners
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -27,7 +28,8 @@ REMEDY = Advice("transfer/codes.py", "make numbers of codes and scales by the AO
 
 
 def codes(*parts: tuple, **settings) -> Codes:
-    return Codes(catalog(*(Part(key, shape, dtype) for key, shape, dtype in parts)), None, lambda: settings)
+    parts = [Part(key, shape, dtype, order=NATURAL) for key, shape, dtype in parts]
+    return Codes(catalog(*parts), None, lambda: settings)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,10 @@ def codes(*parts: tuple, **settings) -> Codes:
         ("int8", "a.quant_weight", "a.quant_scale"),  # Paddle
         ("int8", "a.quant_weight", "a.weight_scale"),
         ("uint8", "optim.state.w.state1", "optim.state.w.absmax1"),
+        (F8, "a.weight", "a.scale_weight"),  # ComfyUI
+        ("int8", "a.weight", "a.comfy_quant"),
+        ("int8", "a.weight", "a.weight_s"),
+        (F8, "a.weight", "a.weight_dequant_scale"),
     ],
 )
 def test_a_scale_beside_them_tells_codes(dtype, key, beside):
@@ -78,6 +84,34 @@ def test_a_scale_beside_them_tells_codes(dtype, key, beside):
 def test_numbers_without_a_scale_of_theirs_are_no_codes(dtype, key, beside):
     found = codes((key, (4, 6), dtype), (beside, (1,), "float32"))
     assert (found.scales(key), found.problem(key, "bfloat16")) == ([], None)
+
+
+def hf_file(path, tensors):
+    """Write a safetensors file as another program does."""
+    path.mkdir()
+    source = path.parent / f"{path.name} native"
+    fc.save_state_dict(tensors, source)
+    fc.export_safetensors(source, path)
+
+
+@pytest.mark.parametrize("beside", ["", "a.factor", "a.scale_b", "scaled_fp8", "b.weight_scale", "a.weight_amax"])
+def test_float8_of_another_program_is_codes_whatever_stands_beside_it(tmp_path, beside):
+    hf, native = tmp_path / "hf", tmp_path / "native"
+    bits = WEIGHTS.astype(ml_dtypes.float8_e4m3fn)
+    hf_file(hf, {"a.weight": bits} | ({beside: np.float32([0.5])} if beside else {}))
+    convert_checkpoint(hf, native)
+    convert_checkpoint(native, tmp_path / "turned", aoa_config=["a.weight^T -> a.weight"])
+    target = {"a.weight": np.full((4, 6), 7, np.float32)}
+    for source in (hf, native):
+        for dtype in ("raise", "cast"):
+            with pytest.raises(fc.ValidationError, match="FC208"):
+                fc.load_state_dict(target, source, dtype=dtype)
+    for number, source in enumerate((hf, native, tmp_path / "turned")):
+        with pytest.raises(fc.ValidationError, match="FC208"):
+            convert_checkpoint(source, tmp_path / f"out{number}", dtype="bfloat16")
+    assert (target["a.weight"] == 7).all()
+    fc.load_state_dict(target, hf, aoa_config=['a.weight -> a.weight, scale=1, dtype="float32"'])
+    assert target["a.weight"].tolist() == bits.astype(np.float32).tolist()
 
 
 def test_a_configuration_tells_codes_without_scales():

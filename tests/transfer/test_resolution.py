@@ -381,7 +381,7 @@ def test_names_of_the_same_layer_are_told_first():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cast_is_advised_where_it_is_done(dtype):
     others = [other for other in DTYPES if other != dtype]
-    wanted, source = [Part(other, dtype=other) for other in others], [Part(other, dtype=dtype) for other in others]
+    wanted, source = [Part(e, dtype=e) for e in others], [Part(e, dtype=dtype, order=NATURAL) for e in others]
     problems = refusal(solve, wanted, source)
     advised = {problem.key for problem in problems if problem.remedy == 'load with dtype="cast" to convert the values'}
     refused = [part for part in wanted if part.key not in advised]
@@ -447,7 +447,7 @@ def keeps_meaning(source, target):
 @pytest.mark.parametrize("source", DTYPES)
 def test_casts_keep_what_values_mean(source):
     for dtype in DTYPES:
-        wanted, stored = [Part("w", dtype=dtype)], [Part("w", dtype=source)]
+        wanted, stored = [Part("w", dtype=dtype)], [Part("w", dtype=source, order=NATURAL)]
         if dtype == source:
             assert filled(wanted, stored, dtype="cast")["w"].cast == ""
         elif keeps_meaning(source, dtype):
