@@ -23,19 +23,22 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import re
 from collections.abc import Collection, Mapping
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from paddle_flexckpt.aoa.families import family_rules, small_models
 from paddle_flexckpt.aoa.head_counts import check_heads
 from paddle_flexckpt.aoa.invert import invert
-from paddle_flexckpt.aoa.placeholders import HEADS
+from paddle_flexckpt.aoa.placeholders import EMBEDDING, HEADS
 from paddle_flexckpt.aoa.statements import AoaError, FamilyRules
 from paddle_flexckpt.catalog.dtypes import plain_integer
+
+logger = logging.getLogger("paddle_flexckpt")
 
 _DIRECTIONS = ("from_hf", "to_hf")
 # Names of parameters are in small letters, so ${LAYER_ID+1} is not one.
@@ -267,10 +270,11 @@ def rules_of_config(
     """Return the ``aoa_config`` for a model by its configuration.
 
     Args:
-        config: The configuration, as ``config.json`` has it.
+        config: The configuration, as ``config.json`` has it; its ``text_config`` counts likewise.
         direction: ``"from_hf"`` or ``"to_hf"``.
         keys: Keys of the source. Where the configuration does not say whether the embeddings are tied, they are if
-            no output layer is among these. None: they are not known, and then the embeddings are not tied.
+            no output layer is among these. None: they are not known, and then the embeddings are not tied. Where it
+            says both, they are tied unless the source has another head.
         family: As in :func:`~paddle_flexckpt.aoa.model_rules.model_rules`; None: the configuration's.
         variant: Likewise.
         **given: Parameters of the rules, which override the configuration but for numbers of heads.
@@ -285,16 +289,51 @@ def rules_of_config(
     chosen = family_of(config) if family is None else family
     if direction == "from_hf":
         _check_quantized(config, chosen, variant)
-    parameters = {}
+    parameters: dict[str, Any] = {}
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
     for name in describe_model_rules(chosen)["parameters"]:
-        entry = next((entry for entry in _ENTRIES.get(name, ()) if config.get(entry) is not None), None)
-        if entry is not None:
-            parameters[name] = config[entry]
+        found = [part[entry] for part in parts for entry in _ENTRIES.get(name, ()) if part.get(entry) is not None]
+        if found:
+            parameters[name] = found[0] if name != "tied" else any(found)
         elif name == "tied" and keys is not None:
             parameters[name] = not any(key.endswith(HEADS) for key in keys)
     rules = model_rules(chosen, variant, direction, **{**parameters, **given})
     check_heads(rules, config)
     return rules
+
+
+def with_head_of(
+    source: Mapping[str, tuple[int, ...]], rules: FamilyRules, target: Mapping[str, tuple[int, ...]] | None
+) -> FamilyRules:
+    """Return the rules for the head that a source has: its tensors decide, and not what the rules say.
+
+    Args:
+        source: The shapes of the source's tensors.
+        rules: The rules, which are for a source that has no head, or whose head has the values of the embedding.
+        target: Likewise of the targets; None: they follow from the rules.
+    """
+    head, wanted = (next(filter(_is_head, names), "") for names in (source, source if target is None else target))
+    if not head or not wanted or "tied" not in rules.parameters or rules.is_compared:
+        return rules
+    parameters = {**rules.parameters, "tied": False}
+    shape = source[head] if rules.direction == "to_hf" else target[wanted] if target is not None else ()
+    embeddings = {source[name] for name in source if EMBEDDING.search(name)}
+    # In Paddle a head has the layout of the embedding, or is transposed; a square one may be both.
+    if (shape in embeddings) != (shape[::-1] in embeddings):
+        parameters["lm_head"] = "embedding" if shape in embeddings else "linear"
+    before, made = (
+        model_rules(rules.family, rules.variant, rules.direction, **p) for p in (rules.parameters, parameters)
+    )
+    if rules == made or rules != before:  # or edited
+        return rules
+    if target is None and rules.parameters["tied"]:
+        text = "the configuration ties %r to the embedding, and it is another tensor, which is kept; programs that "
+        logger.warning(text + "read the configuration may tie it, unless that says tie_word_embeddings: false", head)
+    return cast(FamilyRules, made)
+
+
+def _is_head(name: str) -> bool:
+    return name.endswith(HEADS)
 
 
 def _check_quantized(config: Mapping[str, Any], family: str, variant: str) -> None:

@@ -125,6 +125,7 @@ def parse_name(text: str, column: int = 0) -> Template:
 _SMALL = re.compile(r"\$\{?([a-z][a-z0-9_]*)")
 # The names of output layers, which may be the embedding.
 HEADS = ("lm_head.weight", "embed_out.weight")
+EMBEDDING = re.compile(r"(?:embed|wte)(?!_out\.)[^.]*\.weight$")
 
 
 def _placeholder(found: re.Match[str], text: str, column: int) -> Placeholder:

@@ -31,7 +31,10 @@ class FamilyRules(dict[str, list[str]]):
         variant: What the Paddle model fuses.
         direction: ``"from_hf"`` or ``"to_hf"``.
         parameters: The rules' parameters by name.
+        is_compared: Whether the source's head is known to have the values of its embedding.
     """
+
+    is_compared = False
 
     def __init__(
         self, statements: list[str], family: str, variant: str, direction: str, parameters: Mapping[str, Any]

@@ -12,6 +12,7 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.communication.group_communicators import communicator_for
+from paddle_flexckpt.loading.live_model import without_tied_head
 from paddle_flexckpt.loading.merged import check_axes
 from paddle_flexckpt.loading.peers import ReshardOptions
 from paddle_flexckpt.loading.resharder import GatheredState
@@ -84,7 +85,8 @@ def full_param(
     """
     asked = FullOptions(aoa_config=aoa_config, **options)
     comm = communicator_for(process_group)
-    state = GatheredState(comm, lambda: sharded_state_dict, lambda: (asked.encode("full_param"),), _CONTEXT)
+    state = without_tied_head(sharded_state_dict, aoa_config)
+    state = GatheredState(comm, lambda: state, lambda: (asked.encode("full_param"),), _CONTEXT)
     return _WholeTensors(comm, state, asked).move()
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps, StridedCopy
+from paddle_flexckpt.aoa.placeholders import HEADS
+from paddle_flexckpt.aoa.statements import FamilyRules
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.loading.model_files import ModelFiles
 from paddle_flexckpt.loading.peers import ReshardOptions
@@ -204,6 +206,10 @@ class ModelState(ABC):
     def compare(self, *answers: Sequence[bytes]) -> None:  # noqa: B027
         """Compare what :meth:`replica_digests` returned on every rank, by field; errors are the same on every rank."""
 
+    def rules(self, aoa_config: Any) -> Any:
+        """Return statements; the rules of a family know whether the head has the values of the embedding."""
+        return aoa_config
+
     def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
         """Return the pieces that ranks write from their own memory, as of :func:`find_owned_pieces`."""
         return no_pieces(targets)
@@ -215,6 +221,17 @@ class ModelState(ABC):
     @abstractmethod
     def fill(self, describe: Callable[[], Targets]) -> int:
         """Fill targets of all ranks; return the bytes that this rank lacked. Errors are the same on every rank."""
+
+
+def without_tied_head(state: Any, aoa_config: Any) -> Any:
+    """Return a state without heads that are another of its tensors, for the rules of a family of tied models."""
+    if not (isinstance(aoa_config, FamilyRules) and aoa_config.parameters.get("tied") and isinstance(state, Mapping)):
+        return state
+    heads = {key for key in state if key.endswith(HEADS)}
+    tensors = {id(getattr(state[key], "local_tensor", state[key])) for key in state.keys() - heads}
+    tied = {key for key in heads if id(getattr(state[key], "local_tensor", state[key])) in tensors}
+    tied |= {key for key in heads if not state.keys().isdisjoint(getattr(state[key], "aliases", ()))}
+    return {key: weight for key, weight in state.items() if key not in tied}
 
 
 class LiveModel(ModelState):

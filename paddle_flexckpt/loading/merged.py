@@ -31,7 +31,7 @@ from paddle_flexckpt.observers import observed
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.report import PublishReport
 from paddle_flexckpt.tools.tensor_files import PREFIX
-from paddle_flexckpt.tools.whole_tensors import AS_STORED
+from paddle_flexckpt.tools.whole_tensors import AS_STORED, compare_head
 from paddle_flexckpt.transfer.agreement import check_heads
 from paddle_flexckpt.transfer.files import Files
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
@@ -77,7 +77,8 @@ def load_merged_state_dict(
     source, tensors = Files(path, asked), dict[str, Any]()
 
     def describe() -> Targets:
-        mapping = None if aoa_config is None else whole_mapping(aoa_config, source.catalog, settings=source.settings)
+        rules = compare_head(aoa_config, source.directory.backend, source.manifest)
+        mapping = None if rules is None else whole_mapping(rules, source.catalog, settings=source.settings)
         tensors.update(_choose(source.catalog, mapping, asked.start))
         return replace(describe_targets(tensors, 0), mapping=mapping)
 
@@ -204,6 +205,10 @@ class _StoredModel(ModelState):
             self.messages = check_heads(answers, context, comm.ranks)
             stack.pop_all()
         self.catalog = self._files.catalog
+
+    def rules(self, aoa_config: Any) -> Any:
+        """Implement :meth:`ModelState.rules`."""
+        return compare_head(aoa_config, self._files.directory.backend, self._files.manifest)
 
     def fill(self, describe: Callable[[], Targets]) -> int:
         def work() -> tuple[None, bytes]:

@@ -22,7 +22,7 @@ from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CheckpointError, LostRankError, ValidationError, dtype_of
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.communication.group_communicators import communicator_for
-from paddle_flexckpt.loading.live_model import LiveModel, ModelState, number_machines
+from paddle_flexckpt.loading.live_model import LiveModel, ModelState, number_machines, without_tied_head
 from paddle_flexckpt.loading.model_files import ModelFiles
 from paddle_flexckpt.loading.peers import ReshardOptions
 from paddle_flexckpt.media.backend import Location, exists
@@ -34,7 +34,6 @@ from paddle_flexckpt.tools.tensor_files import (
     Chosen,
     OutputDirectory,
     TensorFile,
-    check_tied,
     choose_tensors,
     divide_evenly,
     index_file,
@@ -172,7 +171,10 @@ def publish_as(
     )
 
     def gather(describe_call: Callable[[], tuple[bytes, ...]], context: str) -> LiveModel:
-        return LiveModel(comm, lambda: describe() if callable(describe) else model, describe_call, context, reads)
+        def state() -> Any:
+            return without_tied_head(describe() if callable(describe) else model, asked.aoa_config)
+
+        return LiveModel(comm, state, describe_call, context, reads)
 
     with quiet_loads(), kind(comm, output, asked, call) as publication:
         publication.agree(gather)
@@ -319,11 +321,10 @@ class Publication:
         # The coordinator alone has the configuration; its error is raised on every rank.
         settings = settings_of(self._config)
         start, skips = f"{options.prefix}." if options.prefix else "", self._skips or ()
-        chosen = choose_tensors(
-            self._state.catalog, options.aoa_config, start, has_states, True, skips, not has_states, lambda: settings
+        rules = self._state.rules(options.aoa_config)
+        return choose_tensors(
+            self._state.catalog, rules, start, has_states, True, skips, not has_states, lambda: settings
         )
-        check_tied(chosen.infos, settings)
-        return chosen
 
     def _divide(self) -> list[TensorFile]:
         """Return the files for them; the ranks own equal numbers of files, in this order."""

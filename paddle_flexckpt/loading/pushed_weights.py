@@ -21,7 +21,7 @@ from paddle_flexckpt.catalog import Catalog, CatalogBuilder, dtype_of
 from paddle_flexckpt.catalog.dtypes import assign
 from paddle_flexckpt.catalog.errors import OverflowingCastError
 from paddle_flexckpt.catalog.wire import join, split
-from paddle_flexckpt.loading.live_model import LiveModel
+from paddle_flexckpt.loading.live_model import LiveModel, without_tied_head
 from paddle_flexckpt.loading.peers import ReshardOptions
 from paddle_flexckpt.loading.publishing import batches_of
 from paddle_flexckpt.memory.state import state_fingerprint
@@ -73,24 +73,26 @@ class PushedWeights:
         describe_call: Callable[[], tuple[bytes, ...]],
         context: str,
         options: ReshardOptions,
+        aoa_config: Any,
     ) -> None:
         """Describe the model on all ranks, and compare replicas. One collective, or two; errors as of a reshard."""
         self._comm, self._context = comm, context
-        self._live = LiveModel(comm, lambda: state_dict, describe_call, context, options)
+        self._aoa_config = aoa_config
+        self._live = LiveModel(comm, lambda: without_tied_head(state_dict, aoa_config), describe_call, context, options)
         self._layout = state_fingerprint(state_dict, same_tensors=False)
         if not self._live.is_compared:
             _, answers = comm.together(lambda: (None, join(self._live.replica_digests())), context)
             self._live.compare(*zip(*map(split, answers)))
         self.messages = self._live.messages
 
-    def plan(self, aoa_config: Any, prefix: str | None, writers: Sequence[int]) -> None:
+    def plan(self, prefix: str | None, writers: Sequence[int]) -> None:
         """Choose the tensors as ``publish`` does, and find out which parts this rank writes; all choose the same.
 
         ``writers``: the ranks that share the work where several could do it, which are on the engine's machine.
         ValidationError: the statements do not fit, or a segment cannot hold a tensor.
         """
         start = f"{prefix}." if prefix else ""
-        self._chosen: Chosen = choose_tensors(self._live.catalog, aoa_config, start, False)
+        self._chosen: Chosen = choose_tensors(self._live.catalog, self._aoa_config, start, False)
         infos = self._chosen.infos
         self.file: TensorFile = one_file(infos)
         self.keys, self.left_out = len(infos), self._chosen.left_out

@@ -233,7 +233,7 @@ class WeightChannel:
         def describe_call() -> tuple[bytes, ...]:
             return options.encode("push"), self._place.encode() if self._leads else b"", self._own_place()
 
-        weights = PushedWeights(comm, state, describe_call, self._context, reads)
+        weights = PushedWeights(comm, state, describe_call, self._context, reads, options.aoa_config)
         places, own = weights.messages
         here = [rank for rank, place in zip(comm.ranks, own) if place == places[options.coordinator_rank]]
         is_here, leader = comm.rank in here, (here or comm.ranks)[0]
@@ -248,7 +248,7 @@ class WeightChannel:
                         "receive` on the engine's machine, and give its address as receiver="
                     ]
                 )
-            weights.plan(options.aoa_config, options.prefix, here or comm.ranks)
+            weights.plan(options.prefix, here or comm.ranks)
             return None, b""
 
         comm.together(plan, self._context)

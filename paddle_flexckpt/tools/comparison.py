@@ -21,7 +21,7 @@ from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import Report
 from paddle_flexckpt.tools.differences import DifferenceSums, Position, TensorDifference, Tolerances
-from paddle_flexckpt.tools.whole_tensors import iterate_bands
+from paddle_flexckpt.tools.whole_tensors import compare_head, iterate_bands
 from paddle_flexckpt.transfer.arguments import plain_arguments
 from paddle_flexckpt.transfer.files import read_settings
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
@@ -239,7 +239,9 @@ class _Side:
         self.catalog = self.manifest.catalog
         self._sizes = self.catalog.size
         self.mapping: TensorMapping | None = whole_mapping(
-            aoa_config, self.catalog, settings=lambda: read_settings(self.directory)
+            compare_head(aoa_config, self.directory.backend, self.manifest),
+            self.catalog,
+            settings=lambda: read_settings(self.directory),
         )
         self.infos = tensor_infos(self.catalog, self.mapping, extra_state)
         self.reader = stack.enter_context(FileReader(self.directory.backend, self.manifest))

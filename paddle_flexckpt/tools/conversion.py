@@ -39,8 +39,8 @@ from paddle_flexckpt.tools.conversion_content import Content, ConversionTarget, 
 from paddle_flexckpt.tools.conversion_notes import ConversionNotes
 from paddle_flexckpt.tools.conversion_targets import TARGETS
 from paddle_flexckpt.tools.models import read_strategy
-from paddle_flexckpt.tools.tensor_files import check_tied, choose_tensors
-from paddle_flexckpt.tools.whole_tensors import AS_STORED, PartReader, WholeTensors, split_box
+from paddle_flexckpt.tools.tensor_files import choose_tensors
+from paddle_flexckpt.tools.whole_tensors import AS_STORED, PartReader, WholeTensors, compare_head, split_box
 from paddle_flexckpt.transfer.codes import Codes
 from paddle_flexckpt.transfer.files import CONFIG_FILE, read_settings, settings_of
 from paddle_flexckpt.transfer.names import is_state
@@ -236,14 +236,12 @@ class _Conversion:
         self._config = read_config(options.config, directory)
         chosen = choose_tensors(
             catalog,
-            options.aoa_config,
+            compare_head(options.aoa_config, directory.backend, manifest),
             options.start,
             states,
             target.by_safetensors,
             settings=lambda: settings_of(self._config),
         )
-        if options.format == "huggingface":
-            check_tied(chosen.infos, settings_of(self._config))
         self._chosen, self._keys, self._mapping = chosen, chosen.keys, chosen.mapping
         codes = Codes(catalog, self._mapping, lambda: read_settings(directory))
         scales = {scale for key in chosen.keys.values() for scale in codes.scales(key)}

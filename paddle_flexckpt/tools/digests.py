@@ -22,7 +22,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.progress import Meter, ProgressCallback
-from paddle_flexckpt.tools.whole_tensors import iterate_bands
+from paddle_flexckpt.tools.whole_tensors import compare_head, iterate_bands
 from paddle_flexckpt.transfer.files import read_settings
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 
@@ -62,7 +62,8 @@ def digest_checkpoint(
     """
     directory, sums = SourceDirectory(path), dict[str, np.ndarray]()
     with LockedManifest(directory, unique_id) as manifest:
-        mapping = whole_mapping(aoa_config, manifest.catalog, settings=lambda: read_settings(directory))
+        rules = compare_head(aoa_config, directory.backend, manifest)
+        mapping = whole_mapping(rules, manifest.catalog, settings=lambda: read_settings(directory))
         infos = tensor_infos(manifest.catalog, mapping, extra_state)
         meter = Meter(progress, "digest", sum(info.nbytes for info in infos.values()), len(infos))
         for key, box, array in iterate_bands(directory.backend, manifest, mapping, sorted(infos)):

@@ -23,7 +23,7 @@ from paddle_flexckpt.tools.tensor_files import (
     divide,
     make_index,
 )
-from paddle_flexckpt.tools.whole_tensors import PartReader, WholeTensors, whole_parts
+from paddle_flexckpt.tools.whole_tensors import PartReader, WholeTensors, compare_head, whole_parts
 from paddle_flexckpt.transfer.codes import Codes
 from paddle_flexckpt.transfer.files import CONFIG_FILE, read_settings
 from paddle_flexckpt.transfer.options import ALONE, ExportOptions, takes
@@ -75,7 +75,11 @@ def export_safetensors(
         out.check_unused()
         beside = find_companions(directory.backend, manifest.catalog.files, not directory.is_file, (CONFIG_FILE,))
         chosen = choose_tensors(
-            manifest.catalog, asked.aoa_config, asked.start, asked.states, settings=lambda: read_settings(directory)
+            manifest.catalog,
+            compare_head(asked.aoa_config, directory.backend, manifest),
+            asked.start,
+            asked.states,
+            settings=lambda: read_settings(directory),
         )
         files = divide(chosen.infos, asked.max_file_bytes)
         parts = [whole_parts({chosen.keys[n]: chosen.infos[n] for n in file.names}, BAND_BYTES) for file in files]

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.placeholders import HEADS
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError, dtype_of
 from paddle_flexckpt.foreign.formats import not_empty
 from paddle_flexckpt.media.backend import Backend, OutputFile, exists, publish
@@ -28,7 +26,6 @@ from paddle_flexckpt.transfer.mapping import Settings, tensor_infos, whole_mappi
 from paddle_flexckpt.transfer.names import is_state
 
 PREFIX = "model"
-_EMBEDDING = re.compile(r"(?:embed|wte)[^.]*\.weight$")
 
 
 def index_file(prefix: str) -> str:
@@ -103,31 +100,6 @@ def choose_tensors(
         raise ValidationError(problems)
     left_out = len(inside) - len(chosen) + len(skipped)
     return Chosen(mapping, names, {name: infos[key] for name, key in names.items()}, left_out)
-
-
-def check_tied(infos: Mapping[str, TensorInfo], settings: Mapping[str, Any]) -> None:
-    """Check that a model whose configuration ties its embeddings has no head of another shape beside them.
-
-    Raises:
-        ValidationError: It has, as where the rules were not told that the head is the embedding.
-    """
-    embeddings = {info.shape for name, info in infos.items() if _EMBEDDING.search(name) and not name.endswith(HEADS)}
-    heads = [name for name in infos if name.endswith(HEADS) and infos[name].shape not in embeddings]
-    if heads and embeddings and settings.get("tie_word_embeddings") is True:
-        raise ValidationError(
-            [
-                Problem(
-                    "the configuration says tie_word_embeddings, and the head would be written beside the embedding, "
-                    "in another shape",
-                    key=heads[0],
-                    expected=" or ".join(str(list(shape)) for shape in sorted(embeddings)),
-                    got=list(infos[heads[0]].shape),
-                    code="FC606",
-                    remedy="give the rules tied=True, as fc.model_rules(..., tied=True); or, if the head is trained by "
-                    "itself, say so in the configuration: tie_word_embeddings false",
-                )
-            ]
-        )
 
 
 @dataclass(frozen=True)

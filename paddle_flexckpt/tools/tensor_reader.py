@@ -24,7 +24,7 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partition_files import read_partition, read_rows
 from paddle_flexckpt.native.partitions import partition_of
 from paddle_flexckpt.optimizer_states import split_state
-from paddle_flexckpt.tools.whole_tensors import PartReader, WholeTensors
+from paddle_flexckpt.tools.whole_tensors import PartReader, WholeTensors, compare_head
 from paddle_flexckpt.transfer.mapping import permuted, tensor_infos, whole_mapping
 from paddle_flexckpt.transfer.options import FileOptions
 from paddle_flexckpt.transfer.targets import Targets
@@ -83,7 +83,8 @@ class TensorReader:
         with contextlib.ExitStack() as stack:
             keys = () if aoa_config is None else None
             self._manifest = stack.enter_context(LockedManifest(self._directory, unique_id, keys))
-            self._all = _Opened.of(self._manifest, aoa_config) if self._manifest.has_rows else None
+            rules = compare_head(aoa_config, self._directory.backend, self._manifest)
+            self._all = _Opened.of(self._manifest, rules) if self._manifest.has_rows else None
             self._closing = stack.pop_all()
 
     @property

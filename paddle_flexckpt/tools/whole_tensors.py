@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 from collections import Counter
@@ -15,6 +16,8 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
+from paddle_flexckpt.aoa.placeholders import EMBEDDING, HEADS
+from paddle_flexckpt.aoa.statements import FamilyRules
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, dtype_of
 from paddle_flexckpt.catalog.texts import order_warning, replica_warning
 from paddle_flexckpt.media.backend import Location
@@ -244,7 +247,7 @@ def iterate_tensors(
 
 def iterate_bands(
     directory: Location, manifest: Manifest, mapping: TensorMapping | None = None, names: Iterable[str] | None = None
-) -> Iterator[tuple[str, Box, np.ndarray]]:
+) -> Generator[tuple[str, Box, np.ndarray], None, None]:
     """Read tensors of a checkpoint, those above 64 MiB in bands of their rows, one at a time.
 
     Arguments and errors are those of :func:`iterate_tensors`. Where there are bands, blocks are read whole, and
@@ -254,6 +257,26 @@ def iterate_bands(
         Key, and box and elements of the band: those of a tensor in their order, one after the other.
     """
     return _iterate(directory, manifest, mapping, names, FileOptions(), BAND_BYTES)
+
+
+def compare_head(aoa_config: Any, directory: Location, manifest: Manifest) -> Any:
+    """Return rules of a family that know whether a checkpoint's head has the values of its embedding.
+
+    Arguments and errors are those of :func:`iterate_tensors`. Other statements are returned as they are.
+    """
+    if not isinstance(aoa_config, FamilyRules) or not aoa_config.parameters.get("tied"):
+        return aoa_config
+    infos = tensor_infos(manifest.catalog)
+    heads = [key for key in infos if key.endswith(HEADS)][:1]
+    for key in [key for key in infos if heads and EMBEDDING.search(key) and infos[key] == infos[heads[0]]]:
+        with (
+            contextlib.closing(iterate_bands(directory, manifest, None, heads)) as one,
+            contextlib.closing(iterate_bands(directory, manifest, None, [key])) as other,
+        ):
+            if all(mine[2].tobytes() == theirs[2].tobytes() for mine, theirs in zip(one, other)):
+                aoa_config = copy.copy(aoa_config)
+                aoa_config.is_compared = True
+    return aoa_config
 
 
 def _iterate(

@@ -44,6 +44,11 @@ def compile_mapping(
             different dtypes.
     """
     statements = aoa.read_config([] if aoa_config is None else aoa_config)
+    if statements.rules is not None:
+        from paddle_flexckpt.aoa.model_rules import with_head_of
+
+        wanted = None if target is None else _shapes(target)
+        statements = aoa.read_config(with_head_of(_shapes(source), statements.rules, wanted))
     if any("num_heads" in text for text in statements.statements):
         from paddle_flexckpt.aoa.head_counts import check_heads
 
@@ -64,6 +69,10 @@ def compile_mapping(
     if target is None:
         rule_fits.check_layers(statements.rules, source, settings())
     return mapping
+
+
+def _shapes(catalog: Catalog) -> dict[str, tuple[int, ...]]:
+    return {key: info.shape for key, info in tensor_infos(catalog).items()}
 
 
 def _compiled(

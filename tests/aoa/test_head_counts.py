@@ -97,23 +97,6 @@ def test_a_publication_refuses_other_numbers_than_its_configuration(tmp_path, is
     SimulatedWorld(2).run(lambda comm: publish(comm, RIGHT))
 
 
-def test_a_head_that_is_tied_is_not_published_in_another_shape(tmp_path):
-    embedding = np.arange(24, dtype=np.float32).reshape(6, 4)
-    state = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
-    config = {"model_type": "qwen2", "tie_word_embeddings": True}
-
-    def publish(config, name, **parameters) -> None:
-        kept = [t for t in model_rules("qwen2", "plain", "to_hf", **parameters)["aoa_statements"] if "layers" not in t]
-        kept = [text for text in kept if "norm" not in text]
-        fc.publish(state, tmp_path / name, "self", aoa_config=kept, config=config)
-
-    with provoked("tools/tensor_files.py", "give the rules tied=True, as fc.model_rules(..., tied=True); or, if"):
-        publish(config, "out")
-    assert not (tmp_path / "out").exists()
-    publish(config, "out", tied=True)
-    publish({**config, "tie_word_embeddings": False}, "own")
-
-
 @pytest.mark.parametrize(
     "config",
     [
