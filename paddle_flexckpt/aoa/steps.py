@@ -334,7 +334,7 @@ class DequantMxfp4:
         _check('dequant="mxfp4"', infos, 2)
         weight, scales = infos
         for name, info in zip("WS", infos):
-            if info.dtype != "uint8":
+            if info.dtype not in ("uint8", "float8_e8m0fnu"):
                 raise StructureError(f'dequant="mxfp4" takes {name} of dtype uint8; got {info.dtype}')
         if len(weight.shape) < 2 or weight.shape[-1] != self.group or self.group < 1:
             raise StructureError(

@@ -25,6 +25,7 @@ from paddle_flexckpt.aoa.structure import (
     unchanged,
 )
 from paddle_flexckpt.catalog import ValidationError, dtype_of
+from paddle_flexckpt.catalog.dtypes import DTYPES, castable
 
 _UNCAST: tuple[tuple[str, ...], ...] = ((),)
 
@@ -78,6 +79,8 @@ def cast(structure: Structure, dtype: str) -> Derived:
         return unchanged(structure)
     if structure.dtype in COMPLEX and dtype not in (*COMPLEX, "bool"):
         raise StructureError(f"a cast of {structure.dtype} to {dtype} would drop the imaginary parts")
+    if not {structure.dtype, dtype} <= DTYPES.keys() and not castable(structure.dtype, dtype):
+        raise StructureError(f"there is no cast of {structure.dtype} to {dtype}")
     # The casts that may be dropped depend on the leaf's own dtype.
     numbers: dict[tuple[str, ...], int] = {}
     column = np.zeros(len(structure), np.int64)

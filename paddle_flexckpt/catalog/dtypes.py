@@ -58,6 +58,18 @@ _TABLE = (
     DType("complex128", np.dtype(np.complex128), "F64", trailing=2),
 )
 DTYPES = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
+# Types of files alone, such as the exponents of scales: neither numpy nor Paddle has them, and their bytes are kept.
+BYTES = tuple(
+    DType(name, np.dtype(np.uint8), code)
+    for name, code in (
+        ("float8_e8m0fnu", "F8_E8M0"),
+        ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+        ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+    )
+)
+_ALL = {dtype.name: dtype for dtype in (*_TABLE, *BYTES)}
+# By their codes in headers of safetensors files; complex128 has none of its own.
+CODES = MappingProxyType({dtype.safetensors: dtype for dtype in _ALL.values() if dtype.trailing == 1})
 _FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 _COMPLEX = frozenset({"complex64", "complex128"})
 _BY_FLOAT32 = frozenset({"float8_e4m3fn", "float8_e5m2", "bfloat16"})
@@ -73,7 +85,7 @@ def dtype_of(name: str) -> DType:
     Raises:
         ValidationError: The name is not known.
     """
-    dtype = DTYPES.get(name.rsplit(".", 1)[-1])
+    dtype = _ALL.get(name.rsplit(".", 1)[-1])
     if dtype is None:
         near = meant(name, DTYPES, 0.5) if name not in ("float", "float8") else ""
         raise ValidationError([f"dtype {name!r} is not supported{near}; supported are {', '.join(DTYPES)}"])
@@ -100,8 +112,10 @@ def check_integer(name: str, value: object, least: int = 0) -> None:
 def castable(source: str, target: str) -> bool:
     """Return whether a load may cast: floats and complex numbers among themselves, integers to wider or floating types.
 
-    Nothing becomes a bool.
+    Nothing becomes a bool, and types of files alone are bytes.
     """
+    if not {source, target} <= DTYPES.keys():
+        return dtype_of(source).numpy == dtype_of(target).numpy
     if source in _FLOATS:
         return target in _FLOATS or target in _COMPLEX
     if source in _COMPLEX:

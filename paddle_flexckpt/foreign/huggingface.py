@@ -30,20 +30,19 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
     validate_shards,
 )
-from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.dtypes import CODES
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.formats import INDEX_FILE, TENSOR_FILE, ForeignCheckpoint, Listing, Reader, more_than_one
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, read_header
+from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
 from paddle_flexckpt.native.save_names import save_of
 
 MODEL_FILE = "model" + TENSOR_FILE
 _NUMBERED = re.compile(r".*-\d+-of-\d+\.safetensors", re.ASCII)
-# Codes of element types in safetensors headers; complex128 has none of its own.
-_NAMES = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.trailing == 1} | {EXPONENTS: "uint8"}
+_NAMES = {code: dtype.name for code, dtype in CODES.items()}
 # Numpy's types for Paddle's arrays: bfloat16 is numpy's uint16 there, and is written as that.
 _NUMPY_NAMES = {**_NAMES, "U16": "bfloat16"}
 # The index of a model of 100,000 tensors has about 10 MB.

@@ -22,12 +22,12 @@ import numpy as np
 import paddle
 
 from paddle_flexckpt.catalog import CatalogBuilder, CheckpointError, ValidationError
-from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.dtypes import CODES
 from paddle_flexckpt.foreign.paddle_files import STAND_INS, StateFile
 from paddle_flexckpt.rollout.fastdeploy_versions import open_model, open_snapshot
 from paddle_flexckpt.rollout.mapped_tensors import MappedTensors
 
-_NAMES = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.trailing == 1}
+_NAMES = {code: dtype.name for code, dtype in CODES.items()}
 
 
 class RDMAWeightsDownloader:

@@ -110,8 +110,9 @@ def empty_on_host(shape: Sequence[int], dtype: str) -> Any:
     import paddle
     from paddle.base.framework import convert_np_dtype_to_dtype_
 
+    name = dtype if dtype in DTYPES else dtype_of(dtype).numpy.name
     # paddle.empty() allocates memory on the current device, and only newer releases have an argument for another.
-    return paddle._C_ops.empty([int(n) for n in shape], convert_np_dtype_to_dtype_(dtype), paddle.CPUPlace())
+    return paddle._C_ops.empty([int(n) for n in shape], convert_np_dtype_to_dtype_(name), paddle.CPUPlace())
 
 
 def is_contiguous(tensor: Any) -> bool:

@@ -17,7 +17,7 @@ import xxhash
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
-from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.dtypes import CODES
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.catalog.texts import printable
 from paddle_flexckpt.media.backend import InputFile
@@ -40,7 +40,7 @@ _MAX_REPORTED = 300
 _CREATOR = "paddle_flexckpt"
 CATALOG = "catalog."
 _NARROW = tuple((np.dtype(each), int(np.iinfo(each).max)) for each in (np.int8, np.int16, np.int32))
-_TYPES = {each.safetensors: each.numpy for each in DTYPES.values() if each.trailing == 1}
+_TYPES = {code: dtype.numpy for code, dtype in CODES.items()}
 
 NATIVE = "native"
 

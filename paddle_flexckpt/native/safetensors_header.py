@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.dtypes import CODES
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_no_pointer
 from paddle_flexckpt.native.json_cursor import JsonCursor
@@ -21,13 +21,12 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_AXES = 64
 _MAX_EXTENT = 1 << 60
 _NUMBER = rb"(?:0|[1-9]\d{0,17})"
+_TYPE = re.compile(r"[A-Z]{1,4}\d[A-Z0-9_]{0,14}")
 _USUAL = re.compile(
-    rb'\{"dtype":"([A-Z0-9_]{1,8})","shape":\[((?:%b(?:,%b){0,31})?)\],"data_offsets":\[(%b),(%b)\]\}'
+    rb'\{"dtype":"([A-Z0-9_]{1,11})","shape":\[((?:%b(?:,%b){0,31})?)\],"data_offsets":\[(%b),(%b)\]\}'
     % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
 )
-# A type of exponents alone, for the scales of blocks: neither numpy nor Paddle has it.
-EXPONENTS = "F8_E8M0"
-_ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DTYPES.values()} | {EXPONENTS: 1}
+_ITEMSIZE = {code: dtype.itemsize for code, dtype in CODES.items()}
 
 
 class StoredTensor(NamedTuple):
@@ -108,6 +107,8 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
             in_order = in_order and tensor.begin == position
             position = tensor.end
         cursor.end()
+    except ValidationError:
+        raise
     except ValueError as error:
         raise _damaged(file, f"its header is not that of a safetensors file: {error}") from error
     if not in_order:
@@ -151,7 +152,12 @@ def _tensor(name: str, entry: _Entry, start: int, file: str) -> StoredTensor:
     return StoredTensor(code, tuple(shape), start + begin, start + end)
 
 
-def _unknown(name: str, code: Any, file: str) -> CorruptCheckpointError:
+def _unknown(name: str, code: Any, file: str) -> Exception:
+    if isinstance(code, str) and _TYPE.fullmatch(code):
+        what = f"tensor {name!r} has the element type {code}, which is not supported"
+        return ValidationError(
+            [f"{file}: {what}. Remedy (FC701): let the file's writer save the tensor in another type"]
+        )
     return _damaged(file, f"tensor {name!r} has the unknown element type {str(code)[:20]!r}")
 
 

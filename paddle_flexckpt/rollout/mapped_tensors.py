@@ -16,14 +16,13 @@ import ml_dtypes
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Problem, ValidationError
-from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.dtypes import CODES
 from paddle_flexckpt.media.local import LocalInputFile
-from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, read_header
+from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
 from paddle_flexckpt.rollout.segment import digest_of, hold
 
 _INDEX = "model.safetensors.index.json"
-_NUMPY = {dtype.safetensors: dtype.numpy for dtype in DTYPES.values() if dtype.trailing == 1}
-_NUMPY[EXPONENTS] = np.dtype(ml_dtypes.float8_e8m0fnu)
+_NUMPY = {code: np.dtype(getattr(ml_dtypes, dtype.name, dtype.numpy)) for code, dtype in CODES.items()}
 
 # The element type's code and the shape of each tensor.
 Kinds = Mapping[str, "tuple[str, tuple[int, ...]]"]

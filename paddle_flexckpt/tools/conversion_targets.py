@@ -24,6 +24,7 @@ from paddle_flexckpt.catalog import (
     ValidationError,
     group_replicas,
 )
+from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.paddle_files import (
     DISTCP_DTYPES,
@@ -60,7 +61,7 @@ from paddle_flexckpt.tools.conversion_content import (
     parts_of,
     shards_of_ranks,
 )
-from paddle_flexckpt.tools.tensor_files import INDEX_FILE, divide, make_index
+from paddle_flexckpt.tools.tensor_files import INDEX_FILE, divide, make_index, no_such_dtype
 from paddle_flexckpt.tools.whole_tensors import whole_parts
 
 # Paddle looks for a rank's own file under this id alone.
@@ -201,6 +202,9 @@ class TorchDcpTarget(WholeFiles):
         super().__init__(sink, content)
         rows, self.notes = shards_of_ranks(content)
         items = plan_write(rows, str).catalog
+        kinds = {key: info.dtype for key, info in content.infos.items() if info.dtype not in DTYPES}
+        if kinds:
+            raise ValidationError([no_such_dtype("torch's format lacks this dtype", *kind) for kind in kinds.items()])
         infos, chunks = content.infos, {name: list[DcpChunk]() for name in sorted(content.infos)}
         empty = [(name, Box((0,) * len(info.shape), info.shape)) for name, info in infos.items() if not info.nbytes]
         self.files: list[PlannedFile] = []
@@ -396,17 +400,10 @@ def _paddle_shards(table: Catalog, save_replicas: bool, world: int) -> Catalog:
 
 def _paddle_problems(table: Catalog) -> Iterator[Problem]:
     """Yield the problems of content that the format cannot hold."""
-    remedy = "cast it, or leave it out, with an AOA statement"
     kinds = np.unique(np.stack([table.key.astype(np.int64), table.dtype.astype(np.int64)], axis=1), axis=0)
     for key, dtype in kinds.tolist():
         if table.dtypes[dtype] not in DISTCP_DTYPES:
-            yield Problem(
-                "Paddle does not read this dtype back",
-                table.keys[key],
-                got=table.dtypes[dtype],
-                code="FC705",
-                remedy=remedy,
-            )
+            yield no_such_dtype("Paddle does not read this dtype back", table.keys[key], table.dtypes[dtype])
     if PARAMETER_NAMES in table.keys:
         yield Problem(
             "Paddle has another use for this name",

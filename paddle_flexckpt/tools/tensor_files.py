@@ -78,13 +78,7 @@ def choose_tensors(
     inside = [key for key in sorted(everything) if key.startswith(start)]
     chosen = [k for k in inside if states or not (k.startswith(EXTRA_STATE) or is_state(k, everything))]
     problems = [
-        Problem(
-            "safetensors has no such dtype",
-            key=key,
-            got=infos[key].dtype,
-            code="FC705",
-            remedy="cast it, or leave it out, with an AOA statement",
-        )
+        no_such_dtype("safetensors has no such dtype", key, infos[key].dtype)
         for key in chosen
         if by_safetensors and dtype_of(infos[key].dtype).trailing > 1
     ]
@@ -100,6 +94,12 @@ def choose_tensors(
         raise ValidationError(problems)
     left_out = len(inside) - len(chosen) + len(skipped)
     return Chosen(mapping, names, {name: infos[key] for name, key in names.items()}, left_out)
+
+
+def no_such_dtype(what: str, key: str, dtype: str) -> Problem:
+    """Return the problem of a tensor whose dtype a format lacks."""
+    remedy = "cast it, or leave it out, with an AOA statement"
+    return Problem(what, key, got=dtype, code="FC705", remedy=remedy)
 
 
 @dataclass(frozen=True)

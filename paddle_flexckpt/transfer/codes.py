@@ -20,10 +20,10 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem
-from paddle_flexckpt.catalog.dtypes import is_float
+from paddle_flexckpt.catalog.dtypes import BYTES, is_float
 from paddle_flexckpt.transfer.mapping import tensor_infos
 
-_EIGHT_BITS = frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8"})
+_EIGHT_BITS = frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8", *(dtype.name for dtype in BYTES)})
 # Wider types are positions and counters: codes are not packed into them.
 CODE_DTYPES = _EIGHT_BITS | {"int16", "uint16", "int32", "uint32"}
 # What names of scales and markers beside codes contain; those of wider integers begin with the codes' own name, too.
@@ -163,7 +163,7 @@ class Codes:
         if leaf.endswith("_blocks") and codes.dtype == "uint8":
             tensor = key[: -len("_blocks")]
             scales = self._infos.get(f"{tensor}_scales")
-            if scales is not None and scales.dtype == "uint8" and scales.shape == codes.shape[:-1]:
+            if scales is not None and scales.dtype in ("uint8", "float8_e8m0fnu") and scales.shape == codes.shape[:-1]:
                 return [f'{quoted(key)}, {quoted(f"{tensor}_scales")} -> {quoted(tensor)}, dequant="mxfp4"{rounds}']
         names = [each.format(key) for each in _FACTORS] + [f"{base}{dot}scale"]
         name = next((each for each in names if each in self._infos), None)

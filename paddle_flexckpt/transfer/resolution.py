@@ -19,7 +19,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
-from paddle_flexckpt.catalog.dtypes import castable, is_float
+from paddle_flexckpt.catalog.dtypes import DTYPES, castable, is_float
 from paddle_flexckpt.catalog.layer_ranges import grouped
 from paddle_flexckpt.optimizer_states import is_counter, is_torch_state, split_state
 from paddle_flexckpt.transfer.codes import CODE_DTYPES
@@ -311,7 +311,7 @@ def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Prob
     if shape != given.shape:
         where.update(expected=f"{list(shape)} (target)", got=given.text.format(list(given.shape)))
         return "", Problem("global shapes differ", **where, code="FC205", remedy=given.shape_remedy)
-    if dtype == given.dtype:
+    if dtype == given.dtype or (given.dtype not in DTYPES and castable(given.dtype, dtype)):
         return "", None
     where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
     # Floats are a count only if there is a single one: a parameter may be called log_step.

@@ -15,9 +15,13 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native import row_files
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.native.safetensors_header import parse_header
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.tools.comparison import diff
 from paddle_flexckpt.tools.conversion import convert_checkpoint
 from paddle_flexckpt.tools.export import export_safetensors
 from paddle_flexckpt.tools.verification import verify_checkpoint
@@ -342,3 +346,61 @@ def test_a_directory_above_a_checkpoint(tmp_path):
     shutil.rmtree(tmp_path / "b")
     with pytest.raises(ValidationError, match="Remedy .FC301.: correct the path"):
         detect_format(tmp_path)
+
+
+def write_bytes(path, **codes: str) -> None:
+    """A file with tensors of two elements of a byte each, of these element types."""
+    path.mkdir(parents=True)
+    entries = {
+        name: {"dtype": code, "shape": [2], "data_offsets": [2 * i, 2 * i + 2]}
+        for i, (name, code) in enumerate(codes.items())
+    }
+    header = json.dumps(entries).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(2 * len(codes))))
+
+
+def codes_in(file) -> dict[str, str]:
+    data = file.read_bytes()
+    return {
+        n: t.code
+        for n, t in parse_header(data[8 : 8 + int.from_bytes(data[:8], "little")], len(data), "").tensors.items()
+    }
+
+
+KEPT = {"scale": "F8_E8M0", "four": "F8_E4M3FNUZ", "five": "F8_E5M2FNUZ", "w": "F8_E4M3", "u": "U8"}
+
+
+def test_element_types_of_files_alone_are_kept_and_are_bytes_elsewhere(tmp_path):
+    hf, native = tmp_path / "hf", tmp_path / "native"
+    write_bytes(hf, **KEPT)
+    convert_checkpoint(hf, native, strategy="tp=2", cuts=[("*", 0)])
+    convert_checkpoint(native, tmp_path / "back", format="huggingface", aoa_config=["u -> v"])
+    export_safetensors(native, tmp_path / "export")
+    for name in ("back", "export"):
+        found = codes_in(tmp_path / name / "model.safetensors")
+        assert {"u" if key == "v" else key: code for key, code in found.items()} == KEPT
+    assert diff(hf, tmp_path / "export").equal
+    write_bytes(tmp_path / "other", **{**KEPT, "scale": "U8"})
+    assert diff(hf, tmp_path / "other").unlike.keys() == {"scale"}
+    with pytest.raises(ValidationError, match="torch's format lacks this dtype.*float8_e8m0fnu"):
+        convert_checkpoint(hf, tmp_path / "torch", format="torch_dcp")
+    for source in (hf, native):
+        target = {"scale": np.zeros(2, np.uint8)}
+        load_state_dict(target, source, SoloCommunicator(), strict=False)
+        assert target["scale"].tolist() == [0, 1]
+        for dtype in ("float32", "int16", "uint16"):
+            with pytest.raises(ValidationError, match="FC20[68]"):
+                load_state_dict({"scale": np.zeros(2, dtype)}, source, SoloCommunicator(), strict=False, dtype="cast")
+    for text in ('w -> w, dtype="float8_e8m0fnu"', 'scale -> scale, dtype="bfloat16"', "scale -> scale, scale=2"):
+        with pytest.raises(ValidationError):
+            convert_checkpoint(hf, tmp_path / "cast", aoa_config=[text])
+
+
+@pytest.mark.parametrize("code", ["F4", "F6_E2M3", "F6_E3M2", "F8_E3M4", "U4"])
+def test_an_element_type_that_is_not_supported_is_no_damage(tmp_path, code):
+    write_bytes(tmp_path / "hf", w=code)
+    with pytest.raises(ValidationError, match=f"'w' has the element type {code}, which is not supported.*FC701"):
+        SourceDirectory(tmp_path / "hf").read_manifest()
+    write_bytes(tmp_path / "damaged", w="F3\x12")
+    with pytest.raises(CorruptCheckpointError, match="unknown element type"):
+        SourceDirectory(tmp_path / "damaged").read_manifest()
