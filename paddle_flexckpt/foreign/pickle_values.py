@@ -8,6 +8,7 @@ Tested in tests/foreign/test_pickle_reader.py and tests/attacks/test_pickles.py.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -17,7 +18,10 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import UnsafePickleError
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
+
+logger = logging.getLogger("paddle_flexckpt")
 
 # Elements of such types are plain bytes: no objects, no text, no records, no other byte order than the machine's.
 ELEMENT_TYPES = frozenset("b1 i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16".split())
@@ -280,22 +284,34 @@ _FIELDS: dict[type, dict[str, Callable[[Any], bool]]] = {
 def make_record(
     name: str, cls: Callable[..., Any], checks: Mapping[str, Callable[[Any], bool]], required: frozenset[str]
 ) -> Callable[[], Unfinished]:
-    """Return a function that makes a record from the dict of its fields, each of which it checks."""
+    """Return a function that makes a record from the dict of its fields, each of which it checks.
+
+    Plain data in further fields is left out, with a warning: later versions of its program have more.
+    """
 
     def finish(state: Any) -> Any:
         if type(state) is not dict:
             raise refused(f"the state of {name} has to be a dict", state)
+        known, others = dict[str, Any](), list[str]()
         for field, value in state.items():
             check = checks.get(field) if type(field) is str else None
-            if check is None:
+            if check is not None:
+                known[field] = value
+                if not check(value):
+                    raise refused(f"{name}.{field} is not of its type", value)
+            elif type(field) is not str or field[:1] == "_" or type(value) in INERT or not (is_open or value is None):
                 raise refused(f"{name} has no field of that name", field)
-            if not check(value):
-                raise refused(f"{name}.{field} is not of its type", value)
+            elif value is not None:
+                others.append(_short(field))
+        if others:
+            logger.warning("%s has fields that are not known here, and are left out: %s", name, listed(others, 4))
         missing = sorted(required - set(state))
         if missing:
             raise UnsafePickleError(f"{name} lacks {', '.join(missing)}")
-        return cls(**state)
+        return cls(**known)
 
+    # A field of a shard may change what its bytes mean.
+    is_open = name in ("Metadata", "MCoreMetadata")
     return lambda: Unfinished(name, finish)
 
 

@@ -68,6 +68,16 @@ def test_parameters_are_those_of_the_configuration(direction, config, variant, p
     )
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_numbers_may_be_in_the_text_config(family):
+    config = {"model_type": family, "text_config": HEADS, "vision_config": {"num_heads": 16}}
+    given = {"num_heads": 8, "num_key_value_groups": 2}
+    assert rules_of_config(config, "from_hf", KEYS, None, "fused") == model_rules(family, "fused", **given)
+    assert model_rules(variant="fused", config={**config, **HEADS, "text_config": {}}) == model_rules(
+        family, "fused", **given
+    )
+
+
 def test_embeddings_are_tied_where_there_is_no_output_layer_and_nothing_else_is_said():
     config = {"model_type": "llama", **HEADS}
     tied, own = (model_rules("llama", "plain", "from_hf", tied=tied) for tied in (True, False))

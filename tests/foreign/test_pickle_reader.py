@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
+from paddle_flexckpt.catalog.metadata import Metadata
 from paddle_flexckpt.foreign import pickle_reader
+from paddle_flexckpt.foreign.paddle_files import BEGIN, END, FILLED, NEW, NONE, named, text
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.pickle_values import ELEMENT_TYPES
 from tests.property import examples
@@ -88,3 +90,36 @@ def test_limits_are_limits(monkeypatch):
     monkeypatch.setattr(pickle_reader, "MOST_OPERATIONS", 50)
     with pytest.raises(UnsafePickleError, match="more than 50 operations"):
         load_pickle(pickle.dumps(list(range(100)), 4))
+
+
+PADDLE_CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
+
+
+def described(name: str, field: str, value: bytes) -> bytes:
+    """A pickle of an instance of one of Paddle's classes, with one more field; the value is given by its opcodes."""
+    tensor = {"tensor_key": text("w"), "global_offset": b")"}
+    fields = {} if name == "Metadata" else tensor if "Index" in name else {
+        "global_offset": b")", "local_shape": b")", "dtype": text("float32")
+    }  # fmt: skip
+    state = b"".join(text(key) + code for key, code in {**fields, field: value}.items())
+    return BEGIN + named(PADDLE_CLASSES, name) + NEW + state + FILLED + END
+
+
+PLAIN = {"text": text("x"), "number": b"K\x02", "tuple": text("a") + b"\x85", "dict": b"}(" + text("a") + b"K\x01u"}
+
+
+@pytest.mark.parametrize("value", PLAIN.values(), ids=PLAIN)
+def test_more_fields_of_plain_data_are_left_out_of_metadata_with_a_warning(value, caplog):
+    assert type(load_pickle(described("Metadata", "checkpoint_version", value))) is Metadata
+    assert "are left out: 'checkpoint_version'" in caplog.text
+    caplog.clear()
+    for name in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex"):
+        load_pickle(described(name, "some_field", NONE))
+        # Nothing but data; and a shard's fields say what its bytes are.
+        for other, field in ((named("numpy", "ndarray"), "f"), (named("os", "system"), "f"), (NONE, "__class__")):
+            with pytest.raises(UnsafePickleError):
+                load_pickle(described(name, field, other))
+    for name in ("LocalTensorMetadata", "LocalTensorIndex"):
+        with pytest.raises(UnsafePickleError, match="no field of that name"):
+            load_pickle(described(name, "compression", value))
+    assert not caplog.text
