@@ -34,7 +34,7 @@ from paddle_flexckpt.catalog.dtypes import CODES
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.formats import INDEX_FILE, TENSOR_FILE, ForeignCheckpoint, Listing, Reader, more_than_one
 from paddle_flexckpt.media.backend import Backend, map_files
-from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
@@ -195,11 +195,11 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
             files = {}
             seen: dict[str, str] = {}
             for tensor in cursor.entries():
-                file_name = cursor.string(_MAX_NAME_BYTES)
+                file_name = cursor.string(_MAX_NAME_BYTES).removeprefix("./")
                 # One object for each file's name, however many tensors the file has.
                 files[tensor] = seen.setdefault(file_name, file_name)
             for file_name in seen:
-                check_file_name(file_name)
+                check_member(path, file_name)
         cursor.end()
     except ValueError as error:
         raise CorruptCheckpointError(
@@ -241,11 +241,12 @@ def read_weights(backend: Backend, source: str, *more: str, wanted: Collection[s
     for name, file in files.items():
         for tensor in file.tensors:
             if index.files.get(tensor) != name and not _is_shared(tensor, file, files.get(index.files.get(tensor, ""))):
-                got = index.files.get(tensor, "no file")
-                what = "a file has a tensor that the index has elsewhere"
-                problems.append(Problem(what, tensor, file=backend.where(name), expected=name, got=got))
+                got = index.files.get(tensor)
+                places = {} if got is None else {"expected": name, "got": got}
+                what = f"a file has a tensor that the index {'lacks' if got is None else 'has elsewhere'}"
+                problems.append(Problem(what, tensor, file=backend.where(name), **places))
     if problems:
-        error = ValidationError(problems, f"{path} and its files are not of one save. Remedy (FC304): restore them")
+        error = ValidationError(problems, f"{path} and its files do not fit each other. Remedy (FC304): restore them")
         raise CorruptCheckpointError(str(error))
     return Weights(files, index.files, index.digest, metadata)
 

@@ -43,7 +43,7 @@ def check_file_name(name: str) -> str:
     # Lone surrogates are not text and have no bytes.
     plain = name not in ("", ".", "..") and not any(c in "/\\\x7f" or c < " " or "\ud800" <= c < "\ue000" for c in name)
     if not plain or len(name.encode()) > _MAX_NAME_BYTES:
-        raise ValueError(f"file name {name[:80]!r} leaves the checkpoint's directory or is none")
+        raise ValueError(f"file name {name[:80]!r} leaves the checkpoint's directory, is in one below it, or is none")
     return name
 
 

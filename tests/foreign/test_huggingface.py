@@ -15,7 +15,9 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
+from paddle_flexckpt.foreign.huggingface import read_tensor_index
 from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native import row_files
 from paddle_flexckpt.native.reader import FileReader
@@ -219,6 +221,26 @@ def test_a_missing_file_is_named(tmp_path):
     report = verify_checkpoint(tmp_path)
     assert not report.ok
     assert "model-00002-of-00002.safetensors is missing" in str(report.problems[0])
+
+
+def test_an_index_that_lacks_a_tensor_and_files_below_its_directory(tmp_path):
+    write_index(tmp_path)
+    index = json.loads((tmp_path / INDEX).read_text())
+    found = read_tensor_index(LocalBackend(str(tmp_path)), INDEX).files
+
+    def given(files: dict[str, str]) -> None:
+        (tmp_path / INDEX).write_text(json.dumps({**index, "weight_map": files}))
+
+    given({tensor: f"./{file}" for tensor, file in found.items()})
+    assert read_tensor_index(LocalBackend(str(tmp_path)), INDEX).files == found
+    detect_format(tmp_path)
+    given({tensor: f"below/{file}" for tensor, file in found.items()})
+    with pytest.raises(CorruptCheckpointError, match=f"in .*{INDEX}: file name 'below/.*is in one below it"):
+        detect_format(tmp_path)
+    first = min(found)
+    given({tensor: file for tensor, file in found.items() if tensor != first})
+    with pytest.raises(CorruptCheckpointError, match=rf"the index lacks \(key '{first}', file '[^']*'\)$"):
+        detect_format(tmp_path)
 
 
 def test_files_of_another_save_are_found(tmp_path):

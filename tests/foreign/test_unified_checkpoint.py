@@ -282,7 +282,7 @@ def test_a_tensor_that_two_stages_of_a_pipeline_share(tmp_path, name, shape, fin
     if fine:
         assert_holds(tmp_path, {key: MODEL["embed.weight"], "v": MODEL["norm.weight"]})
         return
-    with pytest.raises(CorruptCheckpointError, match="a file has a tensor that the index has elsewhere"):
+    with pytest.raises(CorruptCheckpointError, match="a file has a tensor that the index (has elsewhere|lacks)"):
         SourceDirectory(tmp_path).read_manifest()
 
 
