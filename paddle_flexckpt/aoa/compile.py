@@ -75,14 +75,7 @@ def run_program(
     completion: Sequence[str] = (),
     traced: bool = False,
 ) -> Program:
-    """Carry out the statements on names and shapes.
-
-    Args:
-        aoa_config: The statements.
-        source: All source shards.
-        target: All target shards, or None.
-        completion: Statements that follow, as in :func:`compile_program`.
-        traced: Whether :attr:`Program.trace` is kept.
+    """Carry out statements, and those that follow, on names and shapes; ``traced``: :attr:`Program.trace` is kept.
 
     Raises:
         AoaError: They are malformed or do not fit the tensors.
@@ -274,13 +267,7 @@ def explain(
 def explain_targets(
     aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()
 ) -> tuple[str, list[str]]:
-    """Explain where each target comes from.
-
-    Args:
-        aoa_config: The statements.
-        source: All source shards.
-        target: All target shards; None derives the outputs.
-        keys: Only these targets; all by default.
+    """Explain where some targets, or all, come from; arguments as of :func:`compile_program`.
 
     Returns:
         A few lines for each target; then the targets that nothing feeds, and the source keys that nothing uses. And the

@@ -19,11 +19,7 @@ _OF_KEYS = re.compile(r"\w*(?:key_value|kv)\w*_heads|multi_query_group_num")
 
 
 def check_heads(aoa_config: AoaConfig | Statements, settings: Mapping[str, Any]) -> None:
-    """Check that the head counts of statements are among those of a configuration, wherever it has any.
-
-    Args:
-        aoa_config: The statements.
-        settings: The contents of ``config.json``; empty if there is none.
+    """Check that the head counts of statements are among those of a ``config.json``, wherever it has any.
 
     Raises:
         AoaError: A statement has others: it would cut q, k and v at wrong places.

@@ -267,20 +267,11 @@ def rules_of_config(
     variant: str = "plain",
     **given: Any,
 ) -> dict[str, list[str]]:
-    """Return the ``aoa_config`` for a model by its configuration.
+    """Return the ``aoa_config`` for a model by its configuration, of which the ``text_config`` counts likewise.
 
-    Args:
-        config: The configuration, as ``config.json`` has it; its ``text_config`` counts likewise.
-        direction: ``"from_hf"`` or ``"to_hf"``.
-        keys: Keys of the source. Where the configuration does not say whether the embeddings are tied, they are if
-            no output layer is among these. None: they are not known, and then the embeddings are not tied. Where it
-            says both, they are tied unless the source has another head.
-        family: As in :func:`~paddle_flexckpt.aoa.model_rules.model_rules`; None: the configuration's.
-        variant: Likewise.
-        **given: Parameters of the rules, which override the configuration but for numbers of heads.
-
-    Returns:
-        The statements.
+    Where the configuration does not say whether the embeddings are tied, they are if the keys of the source, where they
+    are known, have no head. Where it says both, they are. ``given`` are parameters of the rules, which override the
+    configuration but for numbers of heads; the others are those of :func:`model_rules`.
 
     Raises:
         AoaError: There are no rules, the configuration lacks what they need, or it says that weights are quantized and
@@ -305,12 +296,9 @@ def rules_of_config(
 def with_head_of(
     source: Mapping[str, tuple[int, ...]], rules: FamilyRules, target: Mapping[str, tuple[int, ...]] | None
 ) -> FamilyRules:
-    """Return the rules for the head that a source has: its tensors decide, and not what the rules say.
+    """Return the rules for the head that a source has, by the shapes of its tensors, and of the targets if known.
 
-    Args:
-        source: The shapes of the source's tensors.
-        rules: The rules, which are for a source that has no head, or whose head has the values of the embedding.
-        target: Likewise of the targets; None: they follow from the rules.
+    What tied rules say is for a source without a head, or one whose head has the values of the embedding.
     """
     head, wanted = (next(filter(_is_head, names), "") for names in (source, source if target is None else target))
     if not head or not wanted or "tied" not in rules.parameters or rules.is_compared:

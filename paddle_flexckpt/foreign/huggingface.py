@@ -242,9 +242,8 @@ def read_weights(backend: Backend, source: str, *more: str, wanted: Collection[s
         for tensor in file.tensors:
             if index.files.get(tensor) != name and not _is_shared(tensor, file, files.get(index.files.get(tensor, ""))):
                 got = index.files.get(tensor)
-                places = {} if got is None else {"expected": name, "got": got}
                 what = f"a file has a tensor that the index {'lacks' if got is None else 'has elsewhere'}"
-                problems.append(Problem(what, tensor, file=backend.where(name), **places))
+                problems.append(Problem(what, tensor, file=backend.where(name), expected=got and name, got=got))
     if problems:
         error = ValidationError(problems, f"{path} and its files do not fit each other. Remedy (FC304): restore them")
         raise CorruptCheckpointError(str(error))

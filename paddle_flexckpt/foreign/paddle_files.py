@@ -135,10 +135,7 @@ class StateFile:
         yield (before + text(PARAMETER_NAMES) + table + b"u") + END
 
     def pieces(self, data: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield the bytes of the file, given the elements of its shards in their order.
-
-        Args:
-            data: Any number of arrays, none of which has elements of two shards; none for an empty shard.
+        """Yield the bytes of the file, given the elements of its shards in order: arrays, each of one shard.
 
         Raises:
             ValueError: An array does not end where its shard ends.
@@ -191,9 +188,7 @@ class _FieldCodes(dict[Any, bytes]):
 def encode_metadata(catalog: Catalog, flat_mapping: bool = False) -> bytes:
     """Return the pickle of Paddle's ``Metadata`` for stored shards, each with its file.
 
-    Args:
-        catalog: The shards; replicas are numbered by rank.
-        flat_mapping: Whether it maps each key to itself in the state dict, as Paddle does.
+    Replicas are numbered by rank. With ``flat_mapping`` each key stands for itself in the state dict, as in Paddle.
     """
     groups, descriptions = group_replicas(catalog), catalog.descriptions()
     row_of = dict(zip(descriptions, range(len(catalog))))

@@ -100,12 +100,7 @@ class ShardMatcher:
     """
 
     def __init__(self, source: Catalog, groups: ReplicaGroups | None = None, coverage: Coverage | None = None) -> None:
-        """Make the index of the source's boxes.
-
-        Args:
-            source: The source shards, without problems of :func:`validate_shards`.
-            groups: Their replica groups, if the caller has them.
-            coverage: The result of :func:`validate_coverage`, if the caller has it.
+        """Make the index of the source's boxes; groups and coverage are those of the source, if the caller has them.
 
         Raises:
             ValidationError: Too many shards of a key overlap.
@@ -274,11 +269,7 @@ def uncovered_targets(
 ) -> list[Problem]:
     """Return the target shards that the pieces do not fill, each with an example of missing elements.
 
-    Args:
-        pieces: The result of :meth:`ShardMatcher.match`.
-        target: The target catalog.
-        rows: The rows that were asked for and whose keys the source has.
-        covered: int64 per row of ``target``, elements that need no piece (they are computed, or stay as they are).
+    ``covered`` is int64 per row of ``target``: elements that need no piece (they are computed, or stay as they are).
     """
     filled = np.zeros(len(target), dtype=np.int64) if covered is None else covered.astype(np.int64)
     np.add.at(filled, pieces.target, pieces.size)

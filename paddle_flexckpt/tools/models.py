@@ -127,14 +127,7 @@ def layout_for(
     cuts: Sequence[tuple[str, int | None]] = (),
     states: bool = True,
 ) -> tuple[JobLayout, list[str]]:
-    """Return the layout of a job with these tensors, and its assumptions.
-
-    Args:
-        strategy: The job's.
-        infos: As of :func:`model_of`.
-        stored: The shards of the checkpoint, except those of tensors that statements make.
-        cuts: As of :func:`model_of`.
-        states: As of :func:`model_of`.
+    """Return the layout of a job with these tensors, and its assumptions; other arguments as of :func:`model_of`.
 
     Raises:
         ValidationError: The strategy cannot cut the model.

@@ -260,10 +260,7 @@ def iterate_bands(
 
 
 def compare_head(aoa_config: Any, directory: Location, manifest: Manifest) -> Any:
-    """Return rules of a family that know whether a checkpoint's head has the values of its embedding.
-
-    Arguments and errors are those of :func:`iterate_tensors`. Other statements are returned as they are.
-    """
+    """Return statements; rules of a family know then whether a checkpoint's head has the values of its embedding."""
     if not isinstance(aoa_config, FamilyRules) or not aoa_config.parameters.get("tied"):
         return aoa_config
     infos = tensor_infos(manifest.catalog)

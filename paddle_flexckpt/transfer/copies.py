@@ -133,16 +133,7 @@ class _Side:
 
 
 def copy_pieces(pieces: Pieces, source: Storage, target: Storage) -> int:
-    """Copy pieces from storages to storages; values are cast where dtypes differ.
-
-    Args:
-        pieces: The pieces to copy.
-        source: Returns the storage of a source row.
-        target: Returns the storage of a target row.
-
-    Returns:
-        Bytes copied (of the source's dtype).
-    """
+    """Copy pieces from storages to storages, cast where dtypes differ; return the bytes, of the source's dtype."""
     pieces = pieces.take(pieces.size > 0)
     sides = _source_of(pieces, source), _target_of(pieces, target)
     for piece, extents in enumerate(pieces.extents.tolist()):
@@ -196,12 +187,7 @@ def pack(pieces: Pieces, source: Storage) -> Iterator[np.ndarray]:
 def pack_copy(copy: StridedCopy, storage: AnyStorage, buffer: np.ndarray | None = None) -> Iterator[np.ndarray]:
     """Yield the elements of a copy in order, as contiguous uint8 arrays, each valid until the next.
 
-    Contiguous host memory is yielded as views; other host memory is gathered into one buffer.
-
-    Args:
-        copy: The copy, whose source side is read.
-        storage: The storage of that side.
-        buffer: uint8, ``CHUNK_BYTES`` long, to be used again for the next copy.
+    Contiguous host memory is yielded as views; other host memory is gathered into one buffer, of ``CHUNK_BYTES``.
     """
     if not isinstance(storage, np.ndarray):
         copy = storage.along_axes(copy, 0)
@@ -226,12 +212,7 @@ def unpack(pieces: Pieces, target: Storage, dtype_of_source: Callable[[int], np.
     """Yield buffers to fill with the pieces' elements in order; the elements are stored when the next buffer is taken.
 
     A large piece that is contiguous in host memory and of the same dtype is received directly into it; small pieces are
-    received together.
-
-    Args:
-        pieces: The pieces to receive.
-        target: Returns the storage of a target row.
-        dtype_of_source: Returns the numpy dtype of a source row.
+    received together. The functions are about a row of the targets, and one of the sources.
     """
     pieces = pieces.take(pieces.size > 0)
     side, sizes = _target_of(pieces, target), pieces.size.tolist()

@@ -52,12 +52,7 @@ class FusedMismatch:
         return f"{there} -> {self.here} parts"
 
     def problem(self, other_name: bool = False) -> Problem:
-        """Return the problem, if the target may not be reordered.
-
-        Args:
-            other_name: Whether the source key is another name of the target, which statements about parameters and
-                their states do not cover.
-        """
+        """Return the problem of a target that may not be reordered; statements do not cover one of another name."""
         remedy = (
             "no AOA statement is known for this parameter: load it under the degree of the save, or take it as it is "
             f'stored, by the AOA statement "{aoa.fused_statement(self.found, self.key, "", ())}"'
@@ -78,14 +73,7 @@ class FusedMismatch:
 
 
 def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -> FusedMismatch | Problem | None:
-    """Return the difference between the orders of a target and the source, or the problem if it is not known.
-
-    Args:
-        target: The targets.
-        row: The target's row.
-        source: The source's shards.
-        source_key: The number of its key in the source.
-    """
+    """Return the difference between the orders of a target and the source, or the problem if it is not known."""
     here, there = target.order(int(target.key[row])), source.order(source_key)
     rule = next((order for order in (here, there) if order is not None and order.axis is not None), None)
     ndim = int(target.ndim[row])
@@ -166,11 +154,8 @@ def _may_be_one_rule(one: Order, other: Order) -> bool:
 def mending_statements(others: Iterable[FusedMismatch], keys: Collection[str]) -> tuple[str, ...]:
     """Return the statements that reorder fused parameters, each once, sorted.
 
-    They are about parameters, whose states follow; states that are not targets do not matter.
-
-    Args:
-        others: The parameters and states to reorder.
-        keys: The keys of both sides, by which states and parameters differ.
+    They are about parameters, whose states follow; states that are not targets do not matter. States and parameters
+    differ by the keys of both sides.
     """
     known = [(other.found, other.key, other.statement) for other in others if other.statement is not None]
     return tuple(sorted({aoa.fused_statement(found, key, statement, keys) for found, key, statement in known}))

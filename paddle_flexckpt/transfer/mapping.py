@@ -28,15 +28,10 @@ def compile_mapping(
     completion: Sequence[str] = (),
     settings: Settings = dict,
 ) -> TensorMapping:
-    """Compile statements to a mapping.
+    """Compile statements, and those that follow them, to a mapping from all sources to the targets of all ranks.
 
-    Args:
-        aoa_config: A dict, a JSON text or the path of a JSON or YAML file; None for no statements.
-        source: The shards of all sources.
-        target: The targets of all ranks; None: they follow from the statements; untouched tensors get natural order.
-        master_weights: As in ``load_state_dict``.
-        completion: Statements that follow those of the configuration, and those for natural order.
-        settings: Returns the ``config.json`` of the model, which is read for statements with head counts.
+    Without targets these follow from the statements, and untouched tensors get natural order. ``settings`` returns the
+    ``config.json`` of the model, which is read for statements with head counts.
 
     Raises:
         ValidationError: The statements do not fit, head counts or family are not those of the settings, rules of a
@@ -96,14 +91,9 @@ def whole_mapping(
     completion: Sequence[str] = (),
     settings: Settings = dict,
 ) -> TensorMapping | None:
-    """Return the mapping to whole tensors in natural order; None: each is the source's, unchanged.
+    """Return the mapping to whole tensors in natural order, of :func:`compile_mapping`, for some keys or all.
 
-    Args:
-        aoa_config: As in :func:`compile_mapping`.
-        source: The shards of all sources.
-        names: The keys that are wanted; None: all.
-        completion: As in :func:`compile_mapping`.
-        settings: Likewise.
+    None: each is the source's, unchanged.
 
     Raises:
         ValidationError: The statements do not fit, or no statement for natural order is known.
@@ -185,12 +175,7 @@ def config_digest(aoa_config: Any) -> str | None:
 def tensor_infos(
     source: Catalog, mapping: TensorMapping | None = None, extra_state: bool = False
 ) -> dict[str, TensorInfo]:
-    """Return global shape and dtype of every key.
-
-    Args:
-        source: The shards of all sources.
-        mapping: The mapping that makes the keys, compiled without a target; None: they are the source's.
-        extra_state: Whether a run's extra state is wanted too.
+    """Return global shape and dtype of every key of a source, or of a mapping that was compiled without a target.
 
     Raises:
         ValidationError: Statements keep values of targets, and there are no targets.
