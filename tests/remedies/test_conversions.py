@@ -142,7 +142,7 @@ def test_a_dtype_that_the_files_do_not_know(tmp_path):
 def test_what_paddle_has_no_place_for(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     fc.save_state_dict({"a": A, "small": A.astype("float8_e5m2")}, source)
-    with provoked("tools/conversion_targets.py", "cast it, or leave it out, with an AOA statement"):
+    with provoked("tools/tensor_files.py", "cast it, or leave it out, with an AOA statement"):
         convert_checkpoint(source, out, format="paddle")
     for number, text in enumerate(('small -> small, dtype="float32"', "small -> _")):
         convert_checkpoint(source, out / str(number), {"aoa_statements": [text]}, format="paddle")
