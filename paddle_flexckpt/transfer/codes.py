@@ -26,7 +26,7 @@ from paddle_flexckpt.transfer.mapping import tensor_infos
 _EIGHT_BITS = frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8", *(dtype.name for dtype in BYTES)})
 # Wider types are positions and counters: codes are not packed into them.
 CODE_DTYPES = _EIGHT_BITS | {"int16", "uint16", "int32", "uint32"}
-# What names of scales and markers beside codes contain; those of wider integers begin with the codes' own name, too.
+# What names of scales and markers beside codes contain.
 _SIGN = re.compile(r"scale|scb|absmax|zero|qmap|quant|_s$", re.IGNORECASE)
 # Names of codes that differ from the tensor's: gate_proj_blocks, weight_packed.
 _PACKED = re.compile(r"_(?:blocks|packed|codes|q)$")
@@ -80,9 +80,12 @@ class Codes:
             return []
         base, dot, leaf = key.rpartition(".")
         stem, siblings = _PACKED.sub("", leaf), self._siblings
-        # Wider integers beside a scale may be positions.
-        start = "" if leaf.startswith("q") or self._infos[key].dtype in _EIGHT_BITS else stem
-        beside = [name for name in siblings[base] if name != leaf and name.startswith(start) and _SIGN.search(name)]
+        beside = [name for name in siblings[base] if name != leaf and _SIGN.search(name)]
+        if self._infos[key].dtype not in _EIGHT_BITS and not leaf.startswith("q"):
+            # Wider integers may be positions, beside the scale of another tensor (logit_scale).
+            beside = [
+                n for n in beside if n.startswith(stem) or "weight" in n or any(map(_SIGN.match, (n, n.lstrip("_q"))))
+            ]
         beside.sort(key=lambda name: (not name.startswith(stem), len(name), name))
         inside = [f"{key}.{name}" for name in siblings.get(key, ()) if _SIGN.search(name)]
         return [*(f"{base}{dot}{name}" for name in beside), *sorted(inside)]

@@ -50,6 +50,8 @@ def codes(*parts: tuple, **settings) -> Codes:
         ("int32", "a.qweight", "a.qzeros"),
         ("int32", "a.weight_packed", "a.weight_scale"),
         ("uint8", "a.gate_up_proj_blocks", "a.gate_up_proj_scales"),  # MXFP4
+        ("int32", "a.weight", "a.scales"),
+        ("int32", "a.packed", "a.weight_zero_point"),
         ("int8", "a.quant_weight", "a.quant_scale"),  # Paddle
         ("int8", "a.quant_weight", "a.weight_scale"),
         ("uint8", "optim.state.w.state1", "optim.state.w.absmax1"),
