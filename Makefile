@@ -193,9 +193,10 @@ KILLS ?= 200
 KILLS_SEED ?= 0
 
 .PHONY: test-kills
-test-kills: $(TEST_STAMP) ## kill or stop a process of a save, trainer or writer, at KILLS moments drawn from KILLS_SEED
+test-kills: $(TEST_STAMP) ## kill or stop a process of a save, trainer or writer, at KILLS moments drawn from KILLS_SEED; signal whole jobs
 	@echo "[make] kills of real processes"
 	@$(BIN)/python -m tests.background.kills --seed $(KILLS_SEED) --count $(KILLS)
+	@$(BIN)/python -m tests.manager.group_signals --seed $(KILLS_SEED) --count 50
 
 # On each file system, and in each of ext4's modes.
 STATES ?= 2000

@@ -20,13 +20,12 @@ from paddle_flexckpt.manager.policies import (
     KeepBest,
     KeepPolicy,
     Mode,
-    PreemptionSignals,
     SavePolicy,
     SaveSchedule,
     check_policies,
-    check_signals,
     warn_of_missing_metrics,
 )
+from paddle_flexckpt.manager.preemption import PreemptionSignals, check_signals
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, list_candidates, restore_first
 from paddle_flexckpt.manager.restore_targets import RestoreTargets
 from paddle_flexckpt.manager.step_contents import (

@@ -26,7 +26,7 @@ from paddle_flexckpt.manager.memory_restore import restore_from_memory, time_of
 from paddle_flexckpt.manager.memory_room import MemoryRoom, node_of
 from paddle_flexckpt.manager.memory_tier import MemoryTier, copies_on, few_nodes, own_directory
 from paddle_flexckpt.manager.pending_steps import PendingSteps
-from paddle_flexckpt.manager.policies import PreemptionSignals, SavePolicy, SaveSchedule, check_policies
+from paddle_flexckpt.manager.policies import SavePolicy, SaveSchedule, check_policies
 from paddle_flexckpt.manager.removal import UNIQUE_ID, name_of
 from paddle_flexckpt.manager.restore import Candidate, RestoreOptions, RestoreReport
 from paddle_flexckpt.manager.restore_targets import RestoreTargets
@@ -75,7 +75,7 @@ class MemorySteps:
         self._room = MemoryRoom(self._tier, options.max_pending)
         self.run = ""
         policies = check_policies("save_when", self._tier.save_when if self._exists else (), SavePolicy)
-        self.schedule = SaveSchedule(comm, policies, PreemptionSignals(()))
+        self.schedule = SaveSchedule(comm, policies)
         self.pending = PendingSteps(comm)
         # Made by the first save, when there is known to be room.
         self._writer: BackgroundWriter | None = None

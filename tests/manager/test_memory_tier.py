@@ -21,7 +21,7 @@ pytest.importorskip("paddle")
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager import KeepBest, KeepLatest, memory_steps, storage_saves
 from paddle_flexckpt.manager.memory_tier import compared, stored_by
-from paddle_flexckpt.manager.policies import PreemptionSignals
+from paddle_flexckpt.manager.preemption import PreemptionSignals
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld

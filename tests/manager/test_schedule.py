@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.manager.policies import PreemptionSignals
+from paddle_flexckpt.manager.preemption import PreemptionSignals
 
 SIGNAL = signal.SIGUSR2
 
@@ -103,7 +103,7 @@ def test_after_a_preemption_the_signal_stays_ignored(told):
     """A launcher sends it again, and work after the loop goes on."""
     code = """
 import signal, os, sys
-from paddle_flexckpt.manager.policies import PreemptionSignals
+from paddle_flexckpt.manager.preemption import PreemptionSignals
 watch = PreemptionSignals([signal.SIGUSR2])
 if sys.argv[1] == "by the signal":
     signal.raise_signal(signal.SIGUSR2)
@@ -126,7 +126,7 @@ def test_the_default_action_is_the_default_action_again():
     # The first is closed while the second is installed on top of it, so its handler comes back when the second goes.
     code = """
 import signal
-from paddle_flexckpt.manager.policies import PreemptionSignals
+from paddle_flexckpt.manager.preemption import PreemptionSignals
 first, second = PreemptionSignals([signal.SIGUSR2]), PreemptionSignals([signal.SIGUSR2])
 first.close()
 print("alive", second.received, first.received, flush=True)
@@ -221,7 +221,6 @@ FORKS = {
     "fork": partial(start, "fork"),
     "forkserver": partial(start, "forkserver"),
     "preexec_fn": lambda path: subprocess.run(["true"], preexec_fn=lambda: report(path), check=True),
-    "data loader": load_data,
 }
 
 
@@ -287,7 +286,7 @@ def test_a_signal_to_a_fork_that_has_not_begun_does_what_it_did_before():
     """It comes before the library has a say there; the second time the handler before raises an exception."""
     status, said = run("""
 os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGUSR2))
-from paddle_flexckpt.manager.policies import PreemptionSignals
+from paddle_flexckpt.manager.preemption import PreemptionSignals
 class Ended(Exception): pass
 def end(number, frame): raise Ended
 for before in (signal.SIG_DFL, end):
@@ -310,7 +309,7 @@ def test_an_exception_of_a_handler_is_raised_where_a_process_forks():
     """The signal comes in the middle of the fork. Its handler ran in a hook before, whose exceptions nobody sees."""
     status, said = run("""
 os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGUSR2))
-from paddle_flexckpt.manager.policies import PreemptionSignals
+from paddle_flexckpt.manager.preemption import PreemptionSignals
 class Ended(Exception): pass
 calls = []
 def end(number, frame):
