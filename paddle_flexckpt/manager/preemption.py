@@ -1,6 +1,9 @@
-"""Preemption signals: a flag for the loop, the handlers that were there before, and forks.
+"""Preemption signals: a flag for the loop, the handlers that were there before, forks, and data loaders' workers.
 
-Tested in tests/manager/test_schedule.py.
+A queue or an init system may send a signal to every process of a job. Where it ends a worker of a data loader, Paddle
+raises in the trainer before the step is saved. So a worker that is forked while a manager is open ignores its signals.
+
+Tested in tests/manager/test_schedule.py and tests/manager/test_loader_workers.py.
 """
 
 from __future__ import annotations
@@ -8,16 +11,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import mmap
+import multiprocessing
 import os
 import signal
 import threading
+import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from multiprocessing import util
 from types import FrameType
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.manager.loader_workers import loader_workers
+from paddle_flexckpt.undo import Undo
 
 _LIBC = ctypes.CDLL(None)
 # Room for a struct sigaction or a sigset_t of any C library. Their contents are not used here.
@@ -25,11 +32,7 @@ _STRUCT_BYTES = 1024
 
 
 def check_signals(given: object) -> tuple[int, ...]:
-    """Return preemption signals as a tuple.
-
-    Raises:
-        ValidationError: They are not several, or one is not a number.
-    """
+    """Return preemption signals as a tuple, or raise ValidationError."""
     signals = tuple(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else None
     if signals is None or not all(isinstance(each, int) and not isinstance(each, bool) for each in signals):
         raise ValidationError(
@@ -48,12 +51,7 @@ class PreemptionSignals:
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
-        """Install the handlers.
-
-        Raises:
-            ValidationError: This is not the main thread, or something is not a signal that can be handled; nothing is
-                installed.
-        """
+        """Install the handlers, or raise ValidationError and install none."""
         self._received = False
         self._closed = self._ignores = False
         # The previous handlers, as Python and as the system knows them: a handler may be one in C.
@@ -80,7 +78,7 @@ class PreemptionSignals:
         if numbers:
             _register_at_forks()
             _INSTALLED.add(self)
-            self._workers.shield(self._previous)
+            self._workers.count(self._previous, 1)
 
     @property
     def is_active(self) -> bool:
@@ -103,7 +101,7 @@ class PreemptionSignals:
             return
         self._closed, self._ignores = True, stopped or self._received
         if self in _INSTALLED:
-            self._workers.expose(self._previous)
+            self._workers.count(self._previous, -1)
         if threading.current_thread() is threading.main_thread():
             for number in self._previous:
                 _uncover(number)
@@ -172,3 +170,68 @@ def _close_all() -> None:
         each._closed, each._ignores = True, False
     for number in {number for each in _INSTALLED for number in each._previous}:
         _uncover(number)
+
+
+class LoaderWorkers:
+    """The workers of this process's data loaders, which outlive the signals of open managers, and end with it."""
+
+    def __init__(self) -> None:
+        """Begin without signals."""
+        from paddle.io.dataloader.dataloader_iter import _DataLoaderIterMultiProcess
+
+        self._loader, self._trainer, self._undo = _DataLoaderIterMultiProcess, os.getpid(), Undo()
+        # Shared with forks. By the number of a signal: how many open managers wait for it. At 0: whether this exits.
+        self._shared = memoryview(mmap.mmap(-1, 4 * signal.NSIG)).cast("I")
+        # At exit multiprocessing calls this, and then terminates and joins the workers.
+        util.Finalize(None, self._shared.__setitem__, (0, 1), exitpriority=0)
+
+    def count(self, signals: Iterable[int], change: int) -> None:
+        """Count a manager that waits for signals, or one that does no more."""
+        for number in signals:
+            self._shared[number] += change
+        if not any(self._shared[1:]):
+            self._undo.put_back()
+        elif not self._undo and multiprocessing.get_start_method() == "fork":
+            self._undo.set(self._loader, "_init_workers", self._shielding(self._loader._init_workers))
+
+    def _shielding(self, fork_workers: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return Paddle's method that forks a loader's workers, with signals held until the workers ignore them."""
+
+        @functools.wraps(fork_workers)
+        def fork_shielded(loader: Any) -> None:
+            if os.getpid() != self._trainer:
+                return fork_workers(loader)
+            signals, given = [each for each in range(1, signal.NSIG) if self._shared[each]], loader._worker_init_fn
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+            try:
+                # Called after Paddle has set its own handler of SIGTERM, in C.
+                loader._worker_init_fn = functools.partial(self._begin, signals, mask, given)
+                fork_workers(loader)
+            finally:
+                loader._worker_init_fn = given
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+        return fork_shielded
+
+    def _begin(self, signals: list[int], mask: set[int], given: Callable[[int], object] | None, worker: int) -> None:
+        for number in signals:
+            signal.signal(number, self._handle)
+        threading.Thread(target=self._end_with_trainer, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if given is not None:
+            given(worker)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._shared[0] or not self._shared[number]:
+            os._exit(0)  # as Paddle's handler does
+
+    def _end_with_trainer(self) -> None:
+        while os.getppid() == self._trainer and not self._shared[0]:
+            time.sleep(0.5)
+        os._exit(0)
+
+
+@functools.cache
+def loader_workers(trainer: int) -> LoaderWorkers:
+    """Return the object of a process, by its number; a fork has one of its own."""
+    return LoaderWorkers()

@@ -5,7 +5,12 @@ Tested in tests/run_state/test_extra_state.py.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
+import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +19,13 @@ logger = logging.getLogger("paddle_flexckpt")
 NOT_PASSED = "none was passed"
 # Attributes that change with the steps and are missing in Paddle's state_dict() (3.0 to 3.3).
 _LEFT_OUT = {"CosineAnnealingWarmRestarts": ("T_i", "T_cur")}
+# Attributes that Paddle computes from arguments of other names.
+_COMPUTED = {
+    "CyclicLR": ("cycle_size", "step_up_pct", "max_lr", "amplitude", "scale_fn", "gamma"),
+    "LRScheduler": ("base_lr",),
+    "OneCycleLR": ("_step_config", "_steps_size", "_lr_config", "anneal_func"),
+    "ReduceOnPlateau": ("base_lr",),
+}
 
 
 class ConstantRate:
@@ -42,13 +54,27 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
     return {
         "class": type(scheduler).__name__,
         "state": scheduler.state_dict(),
-        "left_out": {name: getattr(scheduler, name) for name in _left_out(scheduler)},
+        "arguments": _arguments(scheduler),
+        "left_out": {name: getattr(scheduler, name) for name in _listed(scheduler, _LEFT_OUT)},
         "inside": {name: scheduler_state(inner) for name, inner in _schedulers_inside(scheduler)},
     }
 
 
-def _left_out(scheduler: Any) -> list[str]:
-    return [name for base in type(scheduler).__mro__ for name in _LEFT_OUT.get(base.__name__, ())]
+def _listed(scheduler: Any, table: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return [name for base in type(scheduler).__mro__ for name in table.get(base.__name__, ())]
+
+
+def _arguments(scheduler: Any) -> dict[str, Any]:
+    """Return the plain arguments that a scheduler was made with, and names of functions, by the attributes' names."""
+    names = {each for base in type(scheduler).__mro__ for each in inspect.signature(base.__init__).parameters}
+    names -= {*scheduler.state_dict(), "last_epoch", "verbose"}
+    computed, found = _listed(scheduler, _COMPUTED), dict[str, Any]()
+    for name, value in vars(scheduler).items():
+        if name in computed or name.lstrip("_") in names:
+            with contextlib.suppress(AttributeError, TypeError, ValueError):  # a scheduler, for example
+                text = json.dumps(value, default=lambda each: each.__name__ if callable(each) else each.tolist())
+                found[name] = json.loads(text)
+    return found
 
 
 def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
@@ -57,23 +83,80 @@ def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in sorted(vars(scheduler).items()) if isinstance(value, LRScheduler)]
 
 
+def _differences(scheduler: Any, saved: dict[str, Any]) -> str:
+    """Return which arguments are others than the saved ones; earlier releases saved none."""
+    from paddle.optimizer.lr import LambdaDecay
+
+    before, now, state = saved.get("arguments", {}), _arguments(scheduler), saved["state"]
+    names = [name for name in before if before[name] != now.get(name, before[name])]
+    found = [f"{name} was {before[name]!r}, and is {now[name]!r} here" for name in names]
+    if isinstance(scheduler, LambdaDecay) and not found:
+        rate = scheduler.base_lr * scheduler.lr_lambda(state["last_epoch"])
+        if not math.isclose(rate, state["last_lr"], rel_tol=1e-9):
+            found.append(f"lr_lambda gave a rate of {state['last_lr']:g}, and gives {rate:g} here")
+    for name, inner in _schedulers_inside(scheduler):
+        if differing := _differences(inner, saved["inside"][name]):
+            found.append(f"in {name}, {differing}")
+    return "; ".join(found)
+
+
+def _step_to(scheduler: Any, step: int) -> None:
+    """Step a scheduler to a step, without its messages."""
+    with contextlib.redirect_stdout(None):
+        for _ in range(step - scheduler.last_epoch):
+            scheduler.step()
+    if scheduler.last_epoch != step:
+        raise ValueError(f"it is at step {scheduler.last_epoch}")
+
+
 def refuse_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
     """Return why a scheduler cannot load a saved state; None if it can."""
     expected, got = _classes(saved), _classes(scheduler_state(scheduler))
-    return None if expected == got else f"the checkpoint has a {expected}, this run a {got}"
+    if expected != got:
+        return f"the checkpoint has a {expected}, this run a {got}"
+    if (differing := _differences(scheduler, saved)) and not _is_plateau(scheduler):
+        try:
+            _step_to(copy.deepcopy(scheduler), saved["state"]["last_epoch"])
+        except Exception as error:  # of Paddle's at a step beyond its end, or of a user's own
+            return f"{differing}, and this run's schedule cannot be stepped to the saved step: {error!r}"
+    return None
 
 
 def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Set a scheduler, and those inside it, to a saved state."""
+    """Set a scheduler, and those inside it, to a saved state.
 
-    def restore(target: Any, state: dict[str, Any]) -> None:
-        target.set_state_dict(state["state"])
-        for name in _left_out(target):
-            setattr(target, name, state["left_out"][name])
-        for name, inner in _schedulers_inside(target):
-            restore(inner, state["inside"][name])
+    If their arguments are others than the saved ones, step it to the saved step under its own instead, and log a
+    warning on rank 0. One that reduces its rate by past losses keeps the reductions.
+    """
+    import paddle.distributed as dist
 
-    restore(scheduler, saved)
+    differing = _differences(scheduler, saved)
+    if not differing or _is_plateau(scheduler):
+        _set(scheduler, saved)
+        rate = saved.get("arguments", {}).get("base_lr")
+        if differing and rate and rate != scheduler.base_lr:
+            scheduler.last_lr = max(scheduler.last_lr * scheduler.base_lr / rate, scheduler.min_lr)
+    else:
+        _step_to(scheduler, saved["state"]["last_epoch"])
+    if differing and dist.get_rank() == 0:
+        logger.warning(
+            f"the schedule goes on with arguments that were others when it was saved: {differing}. The rate at step "
+            f"{scheduler.last_epoch} is {scheduler.last_lr:g}; it was {saved['state']['last_lr']:g}"
+        )
+
+
+def _set(scheduler: Any, saved: dict[str, Any]) -> None:
+    scheduler.set_state_dict(saved["state"])
+    for name in _listed(scheduler, _LEFT_OUT):
+        setattr(scheduler, name, saved["left_out"][name])
+    for name, inner in _schedulers_inside(scheduler):
+        _set(inner, saved["inside"][name])
+
+
+def _is_plateau(scheduler: Any) -> bool:
+    from paddle.optimizer.lr import ReduceOnPlateau
+
+    return isinstance(scheduler, ReduceOnPlateau)
 
 
 def plain_scheduler_problem(scheduler: Any, saved: dict[str, Any]) -> str | None:
@@ -97,14 +180,7 @@ def scaler_problem(scaler: Any, saved: dict[str, Any]) -> str | None:
 
 
 def left_out(saved: Mapping[str, Any], lr_scheduler: Any, scaler: Any, data: Any) -> dict[str, str]:
-    """Return why the saved states of a scheduler, a scaler and a position in the data would not be restored, by name.
-
-    Args:
-        saved: The states, under the names of the arguments below.
-        lr_scheduler: The scheduler that is to get its state; None: none was passed.
-        scaler: The scaler, likewise.
-        data: The sampler or stream, likewise.
-    """
+    """Return why saved states of a scheduler, a scaler and a position in the data would not be restored, by name."""
     found = {}
     for name, target, refuse in (
         ("lr_scheduler", lr_scheduler, refuse_scheduler),

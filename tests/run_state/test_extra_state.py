@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from paddle.optimizer import lr
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog.portable import decode, encode
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
+from paddle_flexckpt.run_state.schedules import restore_scheduler, scheduler_state
 
 pytestmark = pytest.mark.compat
 
@@ -39,6 +41,38 @@ SCHEDULERS = {
     "Warmup(Cosine)": lambda: lr.LinearWarmup(lr.CosineAnnealingDecay(0.1, 5), 3, 0.0, 0.1),
     "Warmup(Warmup(Poly))": lambda: lr.LinearWarmup(
         lr.LinearWarmup(lr.PolynomialDecay(0.1, 7), 2, 0.05, 0.1), 3, 0.0, 0.1
+    ),
+}
+
+
+# The same with other arguments, and the first that is told.
+CHANGED = {
+    "Noam": (lambda: lr.NoamDecay(d_model=16, warmup_steps=3), "d_model was 8, and is 16 here"),
+    "Piecewise": (
+        lambda: lr.PiecewiseDecay([3, 9], [0.1, 0.02, 0.01]),
+        r"boundaries was \[2, 6\], and is \[3, 9\] here",
+    ),
+    "NaturalExp": (lambda: lr.NaturalExpDecay(0.1, 0.2), "gamma was 0.3, and is 0.2 here"),
+    "InverseTime": (lambda: lr.InverseTimeDecay(0.2, 0.3), "base_lr was 0.1, and is 0.2 here"),
+    "Polynomial": (lambda: lr.PolynomialDecay(0.1, 7, power=2.0, cycle=True), "power was 1.0, and is 2.0 here"),
+    "Exponential": (lambda: lr.ExponentialDecay(0.1, 0.99), "gamma was 0.9, and is 0.99 here"),
+    "MultiStep": (lambda: lr.MultiStepDecay(0.1, [4, 6]), r"milestones was \[2, 5, 7\], and is \[4, 6\] here"),
+    "Step": (lambda: lr.StepDecay(0.1, 30), "step_size was 3, and is 30 here"),
+    "Lambda": (lambda: lr.LambdaDecay(0.1, lambda n: 0.8**n), "lr_lambda gave a rate of 0.0"),
+    "Multiplicative": (lambda: lr.MultiplicativeDecay(0.3, lambda n: 0.95), "base_lr was 0.1, and is 0.3 here"),
+    "Cosine": (lambda: lr.CosineAnnealingDecay(0.1, 50), "T_max was 5, and is 50 here"),
+    "CosineRestarts": (lambda: lr.CosineAnnealingWarmRestarts(0.1, 3, 2), "T_0 was 2, and is 3 here"),
+    "OneCycle": (lambda: lr.OneCycleLR(0.1, 20, anneal_strategy="linear"), "anneal_func was '_cos_annealing'"),
+    "Cyclic": (lambda: lr.CyclicLR(0.1, 0.5, 4, 3), "cycle_size was 5.0, and is 7.0 here"),
+    "Linear": (lambda: lr.LinearLR(0.1, 16), "total_steps was 8, and is 16 here"),
+    "Warmup": (lambda: lr.LinearWarmup(0.2, 3, 0.0, 0.1), "learning_rate was 0.1, and is 0.2 here"),
+    "Warmup(Cosine)": (
+        lambda: lr.LinearWarmup(lr.CosineAnnealingDecay(0.1, 9), 3, 0.0, 0.1),
+        "in learning_rate, T_max was 5, and is 9 here",
+    ),
+    "Warmup(Warmup(Poly))": (
+        lambda: lr.LinearWarmup(lr.LinearWarmup(lr.PolynomialDecay(0.1, 70), 2, 0.05, 0.1), 2, 0.0, 0.1),
+        "warmup_steps was 3, and is 2 here; in learning_rate, in learning_rate, decay_steps was 7, and is 70 here",
     ),
 }
 
@@ -106,6 +140,94 @@ def test_schedulers_inside_schedulers_of_any_kind(tmp_path):
     restore_extra_state(state, fresh, rng=False)
     assert fresh.inner.last_epoch == saved.inner.last_epoch
     assert fresh() == saved()
+
+
+class Counting(lr.LRScheduler):
+    """A user's scheduler with an attribute of another name than its argument, and one that no state has."""
+
+    def __init__(self, peak, hold=3):
+        self._peak, self.hold, self.calls = peak, hold, 0
+        super().__init__(peak)
+
+    def get_lr(self):
+        self.calls += 1
+        return self.last_lr * 0.5 if self.calls > self.hold else self._peak
+
+
+def check_goes_on(saved, fresh, new, told, caplog):
+    """The schedule of a run with other arguments is at the saved step, as if all steps had been made with them."""
+    state = collect_extra_state(saved, rng=False)
+    with caplog.at_level("WARNING", "paddle_flexckpt"):
+        report = restore_extra_state(state, fresh, rng=False)
+    assert (report.restored, report.not_restored) == (["lr_scheduler"], {})
+    assert re.search(told, caplog.messages[0])
+    for _ in range(saved.last_epoch):
+        new.step()
+    assert f"The rate at step {saved.last_epoch} is {new():g}; it was {saved():g}" in caplog.messages[0]
+    for _ in range(8):
+        assert fresh() == new()
+        fresh.step(), new.step()
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_schedule_whose_arguments_have_changed_goes_on_with_the_new_ones(name, caplog):
+    saved, (make, told) = SCHEDULERS[name](), CHANGED[name]
+    for _ in range(5):
+        saved.step()
+    check_goes_on(saved, make(), make(), told, caplog)
+
+
+def test_schedules_of_a_user_whose_arguments_have_changed(caplog):
+    for before, after, told in (
+        (lambda: Counting(0.1), lambda: Counting(0.4), "_peak was 0.1, and is 0.4 here"),
+        (lambda: Counting(0.1), lambda: Counting(0.1, 6), "hold was 3, and is 6 here"),
+        (lambda: Wrapping(lr.StepDecay(0.1, 3)), lambda: Wrapping(lr.StepDecay(0.1, 4)), "in inner, step_size was 3"),
+    ):
+        caplog.clear()
+        saved = before()
+        for _ in range(5):
+            saved.step()
+        check_goes_on(saved, after(), after(), told, caplog)
+
+
+def test_a_scheduler_that_looks_at_the_loss_keeps_its_reductions_under_other_arguments(caplog):
+    saved, fresh = lr.ReduceOnPlateau(0.1, patience=1), lr.ReduceOnPlateau(0.05, patience=4, factor=0.5)
+    for loss in [3.0] * 4:
+        saved.step(loss)
+    restore_extra_state(collect_extra_state(saved, rng=False), fresh, rng=False)
+    assert "factor was 0.1, and is 0.5 here" in caplog.messages[0]
+    assert "patience was 1, and is 4 here; base_lr was 0.1, and is 0.05 here" in caplog.messages[0]
+    assert (saved(), fresh()) == (0.1 * 0.1, 0.1 * 0.1 * 0.05 / 0.1)
+    assert fresh.num_bad_epochs == saved.num_bad_epochs == 1
+    before = fresh()
+    for _ in range(4):
+        fresh.step(3.0)
+    assert fresh() == before * 0.5
+
+
+def test_a_schedule_that_cannot_be_at_the_saved_step_is_refused_and_unchanged(caplog):
+    saved = SCHEDULERS["OneCycle"]()
+    for _ in range(15):
+        saved.step()
+    state = collect_extra_state(saved, rng=False)
+    ahead = lr.OneCycleLR(0.1, 50)
+    for _ in range(16):
+        ahead.step()
+    for other, why in ((lr.OneCycleLR(0.1, 10), "number of total steps is 10"), (ahead, "it is at step 16")):
+        before = other.state_dict()
+        report = restore_extra_state(state, other, rng=False)
+        told = report.not_restored["lr_scheduler"]
+        assert re.search(f"total_steps was 20, and is .* cannot be stepped to the saved step: ValueError.*{why}", told)
+        assert other.state_dict() == before
+
+
+def test_a_schedule_of_an_earlier_release_has_no_arguments_to_compare(caplog):
+    saved, fresh = SCHEDULERS["Cosine"](), CHANGED["Cosine"][0]()
+    saved.step()
+    state = scheduler_state(saved)
+    del state["arguments"]
+    restore_scheduler(fresh, state)
+    assert (fresh(), caplog.messages) == (saved(), [])
 
 
 def test_another_scheduler_is_reported():
