@@ -26,6 +26,10 @@ _ORDER = {
     "seed": "the samples are shuffled with another seed",
     "shuffle": "the samples are shuffled in one run, and not in the other",
 }
+_LOOP = (
+    "Remedy (FC101): after a restore, loop over range(sampler.epoch, epochs), and in each epoch over "
+    "sampler.batches(loader) anew, which counts the batches"
+)
 
 
 class ElasticBatchSampler:
@@ -99,6 +103,9 @@ class ElasticBatchSampler:
         self.position = 0
         # Whether batches were drawn by a loader that batches() does not iterate over.
         self._is_unfollowed = False
+        # Position and samples of a global batch that a loader's next batch was drawn for; None: of no loader.
+        self._drawn: tuple[int, int] | None = None
+        self._restored_epoch = 0
 
     @property
     def global_batch_size(self) -> int:
@@ -112,7 +119,16 @@ class ElasticBatchSampler:
 
     @plain_arguments
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; do nothing if the next batch belongs to it."""
+        """Begin an epoch; do nothing if the next batch belongs to it.
+
+        Raises:
+            ValidationError: It is before the epoch that was restored.
+        """
+        if epoch < self._restored_epoch:
+            raise ValidationError(
+                f"set_epoch({epoch}) would go back from sample {self.position} to {epoch * self._length}; this run "
+                f"was restored in epoch {self._restored_epoch}. {_LOOP}"
+            )
         if epoch != self.epoch:
             self.position = epoch * self._length
 
@@ -123,8 +139,18 @@ class ElasticBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """Return this rank's batches of the rest of the epoch, as lists of numbers of samples."""
-        self._is_unfollowed = True
+        self._is_unfollowed, self._drawn = True, self._next()
         return self._draw(self.position, len(self))
+
+    def _next(self) -> tuple[int, int]:
+        return self.position, self.global_batch_size
+
+    def _check(self, drawn: tuple[int, int] | None) -> None:
+        if drawn not in (None, self._next()):
+            raise ValidationError(
+                f"the loader has drawn its batches for another position or batch size; expected {drawn}, as "
+                f"(position, samples of a global batch); got {self._next()}. {_LOOP}"
+            )
 
     def _draw(self, position: int, count: int) -> Iterator[list[int]]:
         epochs: dict[int, np.ndarray] = {}
@@ -162,28 +188,32 @@ class ElasticBatchSampler:
         return self._follow(loader)
 
     def _follow(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        drawn = iter(loader)
-        expected = self.position, self.global_batch_size
+        workers = getattr(loader, "_iterator", None)
+        if workers is not None and workers._batches_outstanding:
+            # Persistent ones, of a loop that was left. Paddle would go on with batches of that loop.
+            workers._try_shutdown_all()
+            loader._iterator = None  # type: ignore[attr-defined]
+        drawn, expected = iter(loader), self._next()
         for batch in drawn:
-            got = self.position, self.global_batch_size
-            if got != expected:
-                raise ValidationError(
-                    f"the loader has drawn its batches for another position or batch size; expected {expected}, as "
-                    f"(position, samples of a global batch); got {got}. Remedy (FC101): leave the loop where the "
-                    "position changes, by a restore for example, and iterate over sampler.batches(loader) anew"
-                )
+            self._check(expected)
             self.advance()
-            expected = self.position, self.global_batch_size
+            expected = self._next()
             yield batch
         self._is_unfollowed = False
 
     @plain_arguments
     def advance(self, batches: int = 1) -> None:
-        """Count batches as taken, in a loop that does not iterate over :meth:`batches`."""
+        """Count batches as taken, in a loop that does not iterate over :meth:`batches`.
+
+        Raises:
+            ValidationError: The loader's iterator is older than a restore.
+        """
+        self._check(self._drawn)
         self._is_unfollowed = False
         for _ in range(batches):
             self.position += self.global_batch_size
             self._leave_out()
+        self._drawn = self._drawn and self._next()
 
     def _leave_out(self) -> None:
         """Go to the next epoch if what is left of this one fills no batch, and is to be left out."""
@@ -199,8 +229,7 @@ class ElasticBatchSampler:
         """
         if self._is_unfollowed:
             raise ValidationError(
-                "a loader has drawn batches from this sampler, ahead of the training, and none was counted as taken. "
-                "Remedy (FC101): iterate over sampler.batches(loader), or call sampler.advance() for each batch"
+                f"a loader has drawn batches from this sampler, ahead of the training, and none was counted. {_LOOP}"
             )
         return {"version": _VERSION, "position": self.position, **self._order_of_all()}
 
@@ -225,18 +254,11 @@ class ElasticBatchSampler:
             )
         self.position, self._is_unfollowed = int(state["position"]), False
         self._leave_out()
+        self._restored_epoch = self.epoch
 
 
 def refuse_state(kind: str, state: Any, own: Mapping[str, Any], reasons: Mapping[str, str], *more: str) -> str | None:
-    """Return why a state does not belong to this object; None if it does.
-
-    Args:
-        kind: The object's class.
-        state: A state.
-        own: What the order of samples depends on.
-        reasons: For each of these the problem if it is another one.
-        *more: Other fields of a state.
-    """
+    """Return why a state does not belong to this object; None if it does."""
     fields = {"version", "position", *own, *more}
     if not isinstance(state, Mapping) or {*state} != fields or state["version"] != _VERSION:
         return f"this is no state of an {kind}: {str(state)[:200]}"
