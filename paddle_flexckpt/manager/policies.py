@@ -203,11 +203,7 @@ def warn_of_missing_metrics(policies: Sequence[KeepPolicy], metrics: Mapping[str
 
 
 def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> tuple[Policy, ...]:
-    """Return one policy or several, as a tuple.
-
-    Raises:
-        ValidationError: One is of another kind.
-    """
+    """Return one policy or several, as a tuple; raise ValidationError where one is of another kind."""
     policies: tuple[Policy, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[assignment]
     for policy in policies:
         if not isinstance(policy, kind):
@@ -240,11 +236,7 @@ class SaveSchedule:
         self._last_time = time.monotonic()
 
     def should_save(self, step: int, context: str) -> bool:
-        """Return whether to save now. One collective at the most, and none without signals and clocks.
-
-        Raises:
-            ValidationError: This is no step, or ranks are at different ones.
-        """
+        """Return whether to save now. One collective at the most, and none without signals and clocks."""
         seconds = 0.0
         if self._needs_agreement:
 

@@ -69,12 +69,7 @@ class RestoreTargets:
         return cls(objects.shards(), objects.schedule(), objects.scaler, rng, *given, type(inner).__name__)
 
     def _check_states(self, saved: Collection[str], options: RunOptions) -> None:
-        """Raise ValidationError where the checkpoint has an optimizer's states, and this run's optimizer never has any.
-
-        Args:
-            saved: The checkpoint's keys.
-            options: The options of the load.
-        """
+        """Raise ValidationError where a checkpoint of these keys has states, and this run's optimizer never has any."""
         if self.optimizer != "SGD" or options.optimizer_states == "ignore":
             return
         keys = {*saved}
@@ -93,13 +88,7 @@ class RestoreTargets:
     def check_complete(
         self, state: Mapping[str, Any] | None, saved: Collection[str], options: RunOptions
     ) -> tuple[None, bytes]:
-        """Raise ValidationError where a part of the run would not be restored, and so start anew.
-
-        Args:
-            state: The checkpoint's extra state; None if it has none.
-            saved: The checkpoint's keys.
-            options: The options of the load.
-        """
+        """Raise ValidationError where a part of the run would not be restored from the keys, and so start anew."""
         check_data(self.data)
         self._check_states(saved, options)
         given = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler, "data": self.data}

@@ -126,11 +126,7 @@ class StepContents:
         return json.dumps({"time": time.time(), "metrics": metrics, "run": self.run, "values": values}).encode()
 
     def add_record(self, step: int, answers: list[bytes], comm: Communicator, context: str) -> str:
-        """Add the record of the step, with the time of the coordinator's clock; return the run's identity.
-
-        Raises:
-            ValidationError: Options, metrics or values of extra state differ between ranks; the same on every rank.
-        """
+        """Add the record of the step, with the coordinator's time, if ranks agree; return the run's identity."""
         gathered = agree_and_collect(answers, context, comm.ranks)
         check_same_metrics(comm.ranks, [each["metrics"] for each in gathered], context)
         check_same_values(comm, self.shards, [each["values"] for each in gathered], context)
@@ -140,12 +136,7 @@ class StepContents:
 
 
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the shards of this rank, one level deep. With a model, ``install()`` is in effect from then on.
-
-    Raises:
-        ValidationError: There is nothing to save, a method is missing, or two shards have the same name.
-        ValueError: Model or optimizer cannot be described.
-    """
+    """Return the shards of this rank, one level deep. With a model, ``install()`` is in effect from then on."""
     if model is None and state is None:
         raise ValidationError(["there is nothing to do: give model=, state=, or both"])
     if optimizer is not None and model is None:
@@ -206,11 +197,7 @@ def schedule_of(lr_scheduler: Any, optimizer: Any) -> Any:
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the caller's own values, after a check that their names are free.
-
-    Raises:
-        ValidationError: ``extra`` is not a dict, or a name is in use or not a string.
-    """
+    """Return the caller's own values, after a check that their names are free, or raise ValidationError."""
     if extra is None:
         return {}
     if not isinstance(extra, Mapping):
@@ -222,11 +209,7 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return metrics as plain numbers.
-
-    Raises:
-        ValidationError: ``metrics`` is not a dict of names to numbers.
-    """
+    """Return metrics as plain numbers, or raise ValidationError."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -247,11 +230,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]], context: str) -> None:
-    """Check that all ranks were given the same metrics.
-
-    Raises:
-        ValidationError: They differ; the same on every rank.
-    """
+    """Raise ValidationError, the same on every rank, unless all ranks were given the same metrics."""
     problems = []
     for name in sorted({name for each in metrics for name in each}):
         seen: dict[str, list[int]] = {}
@@ -272,11 +251,7 @@ def digest_values(shards: Mapping[str, Any]) -> str:
 
 
 def check_same_values(comm: Communicator, shards: Mapping[str, Any], digests: Sequence[str], context: str) -> None:
-    """Check that the extra state is the same on all ranks; one collective, for its values, if their digests differ.
-
-    Raises:
-        ValidationError: Values differ; the text, the same on every rank, names them.
-    """
+    """Raise ValidationError if ranks' extra states differ; one collective, for their values, if their digests do."""
     if len({*digests}) == 1:
         return
 
@@ -314,11 +289,7 @@ def check_step(step: object, words: str = "") -> None:
 
 
 def agree_and_collect(answers: list[bytes], context: str, ranks: Sequence[int]) -> list[Any]:
-    """Return the decoded JSON of each rank's message; the heads of the messages have to be the same on all ranks.
-
-    Raises:
-        ValidationError: Heads differ; the same on every rank.
-    """
+    """Return the decoded JSON of each rank's message; the heads of the messages have to be the same on all ranks."""
     return [json.loads(text) for text in check_heads(answers, context, ranks)[0]]
 
 

@@ -208,16 +208,7 @@ def read_extra_state(
     splits: Collection[int] | None,
     storage: Storage = "shared",
 ) -> dict[str, Any] | None:
-    """Read the extra state that concerns this rank from the checkpoint of an id; None if it has none.
-
-    Args:
-        catalog: The checkpoint's shards, at least those of its extra state.
-        path: Its directory.
-        comm: The ranks that take part.
-        unique_id: Its id.
-        splits: As in :func:`load_extra_state`.
-        storage: As in :func:`load_state_dict`.
-    """
+    """Read the extra state that concerns this rank from the checkpoint of an id; None if it has none."""
     if not has_extra_state(catalog):
         return None
     state: dict[str, Any] = {}
@@ -357,11 +348,7 @@ def put_back_extra_state(
 
 
 def schedule_left_out(state: Mapping[str, Any], lr_scheduler: Any, scaler: Any, data: Any = None) -> dict[str, str]:
-    """Return what of a saved schedule, scaler and position in the data would not be restored, by name, and why.
-
-    Raises:
-        ValidationError: As of :func:`restore_extra_state`; so is CorruptCheckpointError.
-    """
+    """Return what of a saved schedule, scaler and position in the data would not be restored, by name, and why."""
     return left_out(_with_splits(state), lr_scheduler, scaler, data)
 
 

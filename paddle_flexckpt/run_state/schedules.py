@@ -22,9 +22,7 @@ _LEFT_OUT = {"CosineAnnealingWarmRestarts": ("T_i", "T_cur")}
 # Attributes that Paddle computes from arguments of other names.
 _COMPUTED = {
     "CyclicLR": ("cycle_size", "step_up_pct", "max_lr", "amplitude", "scale_fn", "gamma"),
-    "LRScheduler": ("base_lr",),
     "OneCycleLR": ("_step_config", "_steps_size", "_lr_config", "anneal_func"),
-    "ReduceOnPlateau": ("base_lr",),
 }
 
 
@@ -60,15 +58,19 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
     }
 
 
+def _kinds(scheduler: Any) -> list[str]:
+    return [base.__name__ for base in type(scheduler).__mro__]
+
+
 def _listed(scheduler: Any, table: Mapping[str, tuple[str, ...]]) -> list[str]:
-    return [name for base in type(scheduler).__mro__ for name in table.get(base.__name__, ())]
+    return [name for kind in _kinds(scheduler) for name in table.get(kind, ())]
 
 
 def _arguments(scheduler: Any) -> dict[str, Any]:
     """Return the plain arguments that a scheduler was made with, and names of functions, by the attributes' names."""
     names = {each for base in type(scheduler).__mro__ for each in inspect.signature(base.__init__).parameters}
     names -= {*scheduler.state_dict(), "last_epoch", "verbose"}
-    computed, found = _listed(scheduler, _COMPUTED), dict[str, Any]()
+    computed, found = ["base_lr", *_listed(scheduler, _COMPUTED)], dict[str, Any]()
     for name, value in vars(scheduler).items():
         if name in computed or name.lstrip("_") in names:
             with contextlib.suppress(AttributeError, TypeError, ValueError):  # a scheduler, for example
@@ -85,12 +87,10 @@ def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
 
 def _differences(scheduler: Any, saved: dict[str, Any]) -> str:
     """Return which arguments are others than the saved ones; earlier releases saved none."""
-    from paddle.optimizer.lr import LambdaDecay
-
     before, now, state = saved.get("arguments", {}), _arguments(scheduler), saved["state"]
     names = [name for name in before if before[name] != now.get(name, before[name])]
     found = [f"{name} was {before[name]!r}, and is {now[name]!r} here" for name in names]
-    if isinstance(scheduler, LambdaDecay) and not found:
+    if "LambdaDecay" in _kinds(scheduler) and not found:
         rate = scheduler.base_lr * scheduler.lr_lambda(state["last_epoch"])
         if not math.isclose(rate, state["last_lr"], rel_tol=1e-9):
             found.append(f"lr_lambda gave a rate of {state['last_lr']:g}, and gives {rate:g} here")
@@ -114,7 +114,7 @@ def refuse_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
     expected, got = _classes(saved), _classes(scheduler_state(scheduler))
     if expected != got:
         return f"the checkpoint has a {expected}, this run a {got}"
-    if (differing := _differences(scheduler, saved)) and not _is_plateau(scheduler):
+    if (differing := _differences(scheduler, saved)) and "ReduceOnPlateau" not in _kinds(scheduler):
         try:
             _step_to(copy.deepcopy(scheduler), saved["state"]["last_epoch"])
         except Exception as error:  # of Paddle's at a step beyond its end, or of a user's own
@@ -131,7 +131,7 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
     import paddle.distributed as dist
 
     differing = _differences(scheduler, saved)
-    if not differing or _is_plateau(scheduler):
+    if not differing or "ReduceOnPlateau" in _kinds(scheduler):
         _set(scheduler, saved)
         rate = saved.get("arguments", {}).get("base_lr")
         if differing and rate and rate != scheduler.base_lr:
@@ -151,12 +151,6 @@ def _set(scheduler: Any, saved: dict[str, Any]) -> None:
         setattr(scheduler, name, saved["left_out"][name])
     for name, inner in _schedulers_inside(scheduler):
         _set(inner, saved["inside"][name])
-
-
-def _is_plateau(scheduler: Any) -> bool:
-    from paddle.optimizer.lr import ReduceOnPlateau
-
-    return isinstance(scheduler, ReduceOnPlateau)
 
 
 def plain_scheduler_problem(scheduler: Any, saved: dict[str, Any]) -> str | None:

@@ -56,11 +56,9 @@ def draw(seed: int) -> Iterator[Job]:
     """Yield jobs: each kind of loader and signal in turn, three of one rank to one of two."""
     for index in itertools.count():
         rng = random.Random(f"{seed} {index}")
-        loader = list(LOADERS)[index % 4]
-        ranks = 1 + (index % 4 == index // 4 % 4)
-        yield Job(
-            ranks, SIGNALS[(index + index // 4) % 2], loader, rng.random() < 0.5, rng.randint(1, 9), rng.random() / 4
-        )
+        loader, turn = list(LOADERS)[index % 4], index // 4 % 4
+        ranks, number = 1 + (index % 4 == turn), SIGNALS[(index + turn + index // 16) % 2]
+        yield Job(ranks, number, loader, rng.random() < 0.5, rng.randint(1, 9), rng.random() / 4)
 
 
 def train(root: str, ranks: str, loader: str, is_async: str) -> None:

@@ -15,7 +15,7 @@ import paddle
 from paddle.io import DataLoader
 from paddle.io.dataloader.dataloader_iter import _DataLoaderIterMultiProcess
 
-from paddle_flexckpt.manager.preemption import PreemptionSignals
+from paddle_flexckpt.manager.preemption import LoaderWorkers, PreemptionSignals
 from tests.background.helpers import await_end
 from tests.manager.group_signals import Job, run
 
@@ -58,11 +58,11 @@ def test_a_worker_ignores_the_signals_of_open_managers_and_ends_by_others_with_s
 
 
 def test_paddle_is_as_it_was_when_no_manager_is_open():
-    before = _DataLoaderIterMultiProcess._init_workers
-    watches = [PreemptionSignals([TERM]), PreemptionSignals([USR1]), PreemptionSignals(())]
-    assert _DataLoaderIterMultiProcess._init_workers is not before
-    for watch in watches:
-        watch.close()
+    workers, before = LoaderWorkers(), _DataLoaderIterMultiProcess._init_workers
+    for signals, change in (([TERM, USR1], 1), ([USR1], 1), ([TERM, USR1], -1)):
+        workers.count(signals, change)
+        assert _DataLoaderIterMultiProcess._init_workers is not before
+    workers.count([USR1], -1)
     assert _DataLoaderIterMultiProcess._init_workers is before
 
 
@@ -85,7 +85,7 @@ def test_a_workers_own_function_is_called_with_its_number_and_with_no_signal_hel
 def test_idle_workers_end_with_a_trainer_that_is_killed():
     code = """
 import os, signal, sys, numpy as np, paddle
-from paddle_flexckpt.manager.preemption import PreemptionSignals
+from paddle_flexckpt.manager.preemption import LoaderWorkers, PreemptionSignals
 watch = PreemptionSignals([signal.SIGTERM])
 loader = paddle.io.DataLoader(np.arange(2), batch_size=1, num_workers=2, persistent_workers=True)
 batches = list(loader)
