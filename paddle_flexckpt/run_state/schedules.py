@@ -68,7 +68,7 @@ def _listed(scheduler: Any, table: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 def _arguments(scheduler: Any) -> dict[str, Any]:
     """Return the plain arguments that a scheduler was made with, and names of functions, by the attributes' names."""
-    names = {each for base in type(scheduler).__mro__ for each in inspect.signature(base.__init__).parameters}
+    names = {each for base in type(scheduler).__mro__ for each in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
     names -= {*scheduler.state_dict(), "last_epoch", "verbose"}
     computed, found = ["base_lr", *_listed(scheduler, _COMPUTED)], dict[str, Any]()
     for name, value in vars(scheduler).items():
