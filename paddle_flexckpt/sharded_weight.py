@@ -19,6 +19,8 @@ try:
 except ImportError:  # Paddle before 3.2 has no FlexCheckpoint of its own.
     _PaddleShardedWeight = object
 
+MODEL_REMEDY = "call sharded_state_dict() of the model itself, after paddle_flexckpt.install()"
+
 
 @dataclass(frozen=True)
 class ShardedWeightDesc:

@@ -52,6 +52,7 @@ def load_state_dict(
     safetensors: bool = True,
     worker_groups: Any = None,
     comm_method: CommMethod = "auto",
+    load_transform: Any = None,
     num_workers: int = 1,
     **options: Any,
 ) -> LoadReport:
@@ -97,6 +98,7 @@ def load_state_dict(
         mw_name_compatibility=mw_name_compatibility,
         aoa_config=aoa_config,
         comm_method=comm_method,
+        load_transform=load_transform,
         **options,
     )
     return _load(state_dict, path, process_group, asked)

@@ -23,9 +23,9 @@ from paddle_flexckpt.memory.state import LocalState, open_state
 from paddle_flexckpt.memory.state_names import tensor_name
 from paddle_flexckpt.memory.tensor_memory import address_range, device_of, dtype_name, is_contiguous, odd_strides
 from paddle_flexckpt.memory.tensors import HostTensor
-from paddle_flexckpt.sharded_weight import MasterSlice
+from paddle_flexckpt.sharded_weight import MODEL_REMEDY, MasterSlice
 from paddle_flexckpt.transfer.copies import DeviceStorage
-from paddle_flexckpt.transfer.names import raw_parameter
+from paddle_flexckpt.transfer.names import COUNTED, raw_parameter
 from paddle_flexckpt.transfer.targets import Memory, Targets
 
 logger = logging.getLogger(__name__)
@@ -163,22 +163,31 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
     """Return the table of a rank's targets, none read-only; arguments and errors as of :func:`.open_state`."""
     state = open_state(state_dict, rank, is_source=False)
     spans, addresses, devices, strides = _locate(state)
-    fixed = [row for row in np.flatnonzero(addresses < 0).tolist() if _is_read_only(state.tensors[row])]
-    if fixed:
-        catalog = state.catalog
-        raise ValidationError(
-            [
-                Problem(
-                    "a target cannot be written to",
-                    key=catalog.keys[row],
-                    rank=rank,
-                    got=f"a read-only array of numpy, {catalog.describe(row)}",
-                    code="FC107",
-                    remedy="load into a copy of it, or open a memory map with mode 'r+' or 'c'",
-                )
-                for row in fixed
-            ]
+    problems = [
+        Problem(
+            "a target cannot be written to",
+            key=state.catalog.keys[row],
+            rank=rank,
+            got=f"a read-only array of numpy, {state.catalog.describe(row)}",
+            code="FC107",
+            remedy="load into a copy of it, or open a memory map with mode 'r+' or 'c'",
         )
+        for row in np.flatnonzero(addresses < 0).tolist()
+        if _is_read_only(state.tensors[row])
+    ]
+    problems += [
+        Problem(
+            f"the target is a copy of parameter {tensor.name!r}, as the hooks of amp.decorate(save_dtype=) make it",
+            key=state.catalog.keys[row],
+            rank=rank,
+            code="FC804",
+            remedy=MODEL_REMEDY,
+        )
+        for row, (weight, tensor) in enumerate(zip(state.weights, state.tensors))
+        if _is_copy(tensor, weight)
+    ]
+    if problems:
+        raise ValidationError(problems)
     return Targets(
         state.catalog,
         tuple([tuple(getattr(weight, "aliases", ())) for weight in state.weights]),
@@ -192,6 +201,15 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
 
 def _is_read_only(tensor: Any) -> bool:
     return isinstance(tensor, np.ndarray) and tensor.size > 0 and not tensor.flags.writeable
+
+
+def _is_copy(tensor: Any, weight: Any) -> bool:
+    """Return whether a tensor has a parameter's name, but an operation has made it, as hooks of ``state_dict()`` do."""
+    if getattr(tensor, "persistable", True) or not COUNTED.fullmatch(tensor.name):
+        return False
+    node = getattr(tensor, "grad_fn", tensor)
+    # Views that have a parameter's name are in shards. The tensors of paddle.load() have a node.
+    return weight is None if node is None else node is not tensor and node.name() == "CastGradNode"
 
 
 def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str], dict[int, tuple[int, ...]]]:

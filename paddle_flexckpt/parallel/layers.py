@@ -11,6 +11,7 @@ from typing import Any
 from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.parallel.slices import describe_buffered, describe_sliced, identity
 from paddle_flexckpt.sharded_weight import (
+    MODEL_REMEDY,
     FusedAxis,
     ShardedStateDict,
     ShardedWeight,
@@ -269,7 +270,7 @@ def wrapped_model(wrapper: Any) -> Any:
     if len(models) != 1:
         raise ValueError(
             f"{type(wrapper).__name__}: expected a wrapped model under one of {', '.join(_MODEL_NAMES)}; got {models}. "
-            "Remedy (FC804): call sharded_state_dict() of the model itself"
+            f"Remedy (FC804): {MODEL_REMEDY}"
         )
     model = wrapper._sub_layers[models[0]]
     known = {id(tensor) for layer in model.sublayers(include_self=True) for tensor in own_state(layer).values()}

@@ -50,7 +50,7 @@ _MASTER = re.compile(r"(?P<parameter>.+)_fp32_master_\d+")
 _MASTER_WEIGHTS = re.compile(r"(?P<path>(?:.*\.)?)master_weights\.(?P<parameter>.+)")
 _DIST = re.compile(r"(?:\.dist)+$")
 # linear_0.w_0, batch_norm2d_3.b_0: Paddle's names of parameters without a name of the user's.
-_COUNTED = re.compile(r".*\.[wb]_\d+")
+COUNTED = re.compile(r".*\.[wb]_\d+")
 # A fast check first, as most keys are not raw names of states.
 COUNTED_STATE = re.compile(r"\.[wb]_\d+(?:\.dist)*_|master_weights\.")
 HINT = "give the names by AOA statements (plain_state_statements() makes them)"
@@ -88,7 +88,7 @@ def split_raw(name: str, parameters: Collection[str] = ()) -> RawState | None:
             holder = found["parameter"]
             master = _MASTER.fullmatch(holder)
             parameter = raw_parameter(master["parameter"] if master else holder)
-            if parameter != holder or _COUNTED.fullmatch(parameter) or parameter in parameters:
+            if parameter != holder or COUNTED.fullmatch(parameter) or parameter in parameters:
                 return RawState(parameter, f"{found['name']}_0")
     found = _MASTER.fullmatch(name)
     return RawState(raw_parameter(found["parameter"]), MASTER_STATE) if found else None
@@ -113,7 +113,7 @@ def canonical(name: str, parameters: Collection[str] = ()) -> str:
     if raw is not None:
         return f"{raw.parameter}_{'fp32_master_0' if raw.state == MASTER_STATE else raw.state}"
     parameter = raw_parameter(name)
-    return parameter if _COUNTED.fullmatch(parameter) else name
+    return parameter if COUNTED.fullmatch(parameter) else name
 
 
 def without_prefix(name: str) -> list[tuple[str, str]]:

@@ -126,6 +126,15 @@ def test_statements_are_about_logical_names(tmp_path, size):
     SimulatedWorld(size).run(load)
 
 
+def test_a_transform_has_the_place_of_paddles_develop_branch(tmp_path):
+    save_state_dict(STORED, tmp_path, SoloCommunicator())
+    target = {"w": np.zeros((ROWS, COLUMNS), ml_dtypes.bfloat16)}
+    load_state_dict(
+        target, tmp_path, SoloCommunicator(), 0, None, False, True, None, False, None, "broadcast", Scaled(), 4
+    )
+    assert target["w"].tobytes() == EXPECTED.tobytes()
+
+
 def test_a_target_of_another_dtype_is_cast_or_refused_as_ever(tmp_path):
     directory, comm = write(tmp_path / "from", "native"), SoloCommunicator()
     target = np.zeros((ROWS, COLUMNS), np.float32)

@@ -125,7 +125,7 @@ def test_a_wrapper_with_state_or_without_a_model():
     assert "scale" in MetaParallelBase(model, None, None).sharded_state_dict()
     wrapper = MetaParallelBase(model, None, None)
     wrapper._layers = None
-    with provoked("parallel/layers.py", "call sharded_state_dict() of the model itself"):
+    with provoked("sharded_weight.py", "call sharded_state_dict() of the model itself"):
         wrapper.sharded_state_dict()
     assert "scale" in model.sharded_state_dict()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 
 import numpy as np
 import paddle
+import pytest
+from paddle.amp.auto_cast import StateDictHook
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -146,3 +149,42 @@ def test_a_transform_that_fails_is_corrected_or_left_out(tmp_path):
     fc.load_state_dict(target, tmp_path, load_transform=Scaled())
     assert target["w"].tobytes() == EXPECTED.tobytes()
     assert loaded(tmp_path, PLAIN.shape, "plain").tobytes() == PLAIN.tobytes()
+
+
+@pytest.mark.parametrize("inner", [contextlib.nullcontext, paddle.no_grad])
+def test_copies_of_parameters_are_no_targets(tmp_path, inner):
+    """The hooks of ``paddle.amp.decorate(save_dtype=)`` cast what ``state_dict()`` gives."""
+    model = paddle.nn.Linear(4, 6, bias_attr=False)
+    model.weight.set_value(paddle.to_tensor(A.T.copy()))
+    fc.save_state_dict(model.state_dict(), tmp_path)
+    model.weight.set_value(paddle.zeros([4, 6]))
+    model.register_state_dict_hook(StateDictHook("float32"))
+    with inner():
+        state = model.state_dict()
+    with provoked("sharded_weight.py", "call sharded_state_dict() of the model itself"):
+        fc.load_state_dict(state, tmp_path)
+    with contextlib.ExitStack() as stack:
+        fc.install()
+        stack.callback(fc.uninstall)
+        fc.load_state_dict(model.sharded_state_dict(), tmp_path)
+    assert np.array_equal(model.weight.numpy(), A.T)
+
+
+def test_copies_in_shards_are_no_targets(tmp_path):
+    model = paddle.nn.Linear(4, 6)
+    fc.save_state_dict(model.state_dict(), tmp_path)
+    model.register_state_dict_hook(StateDictHook("float32"))
+    with pytest.raises(fc.ValidationError, match="key 'weight'.*FC804"):
+        fc.load_state_dict(fc.build_sharded_state_dict(model.state_dict()), tmp_path)
+
+
+def test_tensors_of_paddle_load_are_targets(tmp_path):
+    """They have the names of the parameters that were saved, and are no copies of these."""
+    model = paddle.nn.Linear(4, 6)
+    fc.save_state_dict(model.state_dict(), tmp_path / "c")
+    paddle.save(model.state_dict(), str(tmp_path / "y"))
+    state = paddle.load(str(tmp_path / "y"))
+    assert state["weight"].name == model.weight.name
+    state["weight"].zero_()
+    fc.load_state_dict(state, tmp_path / "c")
+    assert np.array_equal(state["weight"].numpy(), model.weight.numpy())

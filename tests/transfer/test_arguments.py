@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 
 import numpy as np
@@ -93,3 +95,25 @@ def test_integers_and_truth_values_of_numpy_are_taken():
     assert (sampler.position, type(sampler.batch_size), sampler.shuffle) == (6, int, True)
     with pytest.raises(TypeError, match=r"advance\(\) got an unexpected keyword argument 'steps'"):
         sampler.advance(steps=3)
+
+
+def of_paddle():
+    """Names that Paddle has too, each with what this library has and what Paddle has."""
+    package = pytest.importorskip("paddle.distributed.flex_checkpoint", reason="Paddle 3.2")
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    modules = [importlib.import_module("paddle.distributed"), *(importlib.import_module(each.name) for each in found)]
+    for name in sorted(fc._HOME):
+        theirs = (getattr(module, name, None) for module in modules)
+        yield from ((name, getattr(fc, name), each) for each in dict.fromkeys(theirs) if inspect.isroutine(each)
+                    or inspect.isclass(each))  # fmt: skip
+
+
+def test_arguments_have_the_places_that_they_have_in_paddle():
+    """``is_sharded_state_dict`` takes any object; Paddle's name for its argument is another."""
+    compared = set()
+    for name, ours, theirs in of_paddle():
+        ours, theirs = ([key for key, each in inspect.signature(call).parameters.items()
+                         if each.kind is each.POSITIONAL_OR_KEYWORD] for call in (ours, theirs))  # fmt: skip
+        assert name == "is_sharded_state_dict" or ours[: len(theirs)] == theirs, name
+        compared.add(name)
+    assert compared >= {"save_state_dict", "load_state_dict", "merge_sharded_state_dict", "full_param", "ShardedWeight"}
