@@ -229,6 +229,13 @@ class WrapperMixin:
         build_overlap_buffers(self)
         return describe_layer(wrapped_model(self), structured_name_prefix)
 
+    def full(self: Any, aoa_config: Any = None, **kwargs: Any) -> Any:
+        """Do as ``paddle.nn.Layer.full()``; without statements, by the names of the wrapper's own ``state_dict()``."""
+        import paddle
+
+        whole, prefix = paddle.nn.Layer.full(self, aoa_config, **kwargs), own_prefix(self)
+        return whole if aoa_config is not None else ((prefix + name, tensor) for name, tensor in whole)
+
 
 class Stage3OffloadMixin:
     """A GroupShardedStage3 with offload, whose masters and parameters are made equal.
@@ -258,6 +265,20 @@ def build_overlap_buffers(model: Any) -> None:
     overlaps = getattr(model, "_sharding_comm_overlap", False) and getattr(model, "_sharding_split_param", False)
     if overlaps and not model._chunk_2_comm_buffers:
         model.register_allreduce_overlap_hook(model._layers, model.sharding_group, model.accumulate_steps, False)
+
+
+def own_prefix(layer: Any) -> str:
+    """Return what the ``state_dict()`` of a wrapper puts before the names of the model that it wraps; else nothing."""
+    import paddle
+
+    prefix = ""
+    while type(layer).sharded_state_dict is WrapperMixin.sharded_state_dict:
+        model = wrapped_model(layer)
+        # A method of the wrapper's own gives the model's names. Layer's does not call those of layers inside.
+        if prefix or type(layer).state_dict is paddle.nn.Layer.state_dict:
+            prefix += "_layers." if layer._sub_layers.get("_layers") is model else "_layer."
+        layer = model
+    return prefix
 
 
 def wrapped_model(wrapper: Any) -> Any:

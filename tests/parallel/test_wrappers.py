@@ -28,16 +28,16 @@ def same(ours, wanted):
     assert all(ours[key].local_tensor is wanted[key].local_tensor for key in wanted)
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda model: paddle.DataParallel(model),
-        lambda model: MetaParallelBase(model, None, None),
-        lambda model: MixPrecisionLayer(model, "bfloat16"),
-        lambda model: paddle.DataParallel(MixPrecisionLayer(MetaParallelBase(model, None, None), "bfloat16")),
-    ],
-    ids=["DataParallel", "MetaParallelBase", "MixPrecisionLayer", "all"],
-)
+WRAPPERS = {
+    "DataParallel": lambda model: paddle.DataParallel(model),
+    "MetaParallelBase": lambda model: MetaParallelBase(model, None, None),
+    "MixPrecisionLayer": lambda model: MixPrecisionLayer(model, "bfloat16"),
+    "all": lambda model: paddle.DataParallel(MixPrecisionLayer(MetaParallelBase(model, None, None), "bfloat16")),
+    "inside": lambda model: MetaParallelBase(MixPrecisionLayer(model, "bfloat16"), None, None),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_state_is_that_of_the_model(wrap):
     model = make_model()
     wrapper = wrap(model)
@@ -46,6 +46,22 @@ def test_state_is_that_of_the_model(wrap):
     # A wrapper somewhere inside a model adds nothing either.
     outer = nn.Sequential(("net", wrapper))
     same(outer.sharded_state_dict(), model.sharded_state_dict("net."))
+
+
+@pytest.mark.skipif(not hasattr(nn.Layer, "full"), reason="Paddle 3.2")
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_whole_tensors_have_the_names_of_the_wrappers_state_dict(wrap, monkeypatch):
+    monkeypatch.setattr("paddle.distributed.flex_checkpoint.dcp.full_param.full_param", fc.full_param)
+    model = make_model()
+    wrapper = wrap(model)
+    whole = dict(wrapper.full())
+    assert whole.keys() == wrapper.state_dict().keys()
+    expected = model.a.weight.numpy()
+    model.a.weight.set_value(paddle.zeros([2, 3]))
+    wrapper.set_state_dict(whole)
+    assert (model.a.weight.numpy() == expected).all()
+    # Statements say the names.
+    assert sorted(dict(wrapper.full(["a.weight -> x"]))) == sorted({*model.state_dict(), "x"} - {"a.weight"})
 
 
 def test_a_wrapper_with_state_of_its_own_is_refused():
