@@ -14,7 +14,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -93,6 +93,14 @@ class FilePeers(Peers):
         self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
         self.partial = files.partial
         return description
+
+    def again(self) -> FilePeers:
+        """Return the same files with connections of their own."""
+        twin = cast("FilePeers", super().again())
+        twin.files = cast("Files", self.files.again())
+        twin.closing.callback(twin.files.closing.close)
+        twin.relay = None if self.relay is None else Relay(self._comm, twin.closing)
+        return twin
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the checkpoint's model."""

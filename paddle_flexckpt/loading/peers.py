@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -156,6 +156,14 @@ class Peers(Source):
 
         self._set_addresses(addresses)
         self._on_device, self._sent = self._comm.together(plan, self._context)
+
+    def again(self) -> Peers:
+        """Return the same source with connections of its own, through host memory."""
+        twin = cast("Peers", super().again())
+        twin._offload = twin.between_ranks = True
+        for name in ("_transport", "_address"):
+            twin.__dict__.pop(name, None)
+        return twin
 
     def renew(self) -> bytes:
         """Prepare to carry out the same plan again; return the address at which the others reach this rank."""

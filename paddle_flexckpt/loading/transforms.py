@@ -164,14 +164,15 @@ class TransformedFiles(Files):
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read and make; the report counts the sources as read."""
-        made = self._made
+        made, before = self._made, self._made.bytes_given
         made.touched = True
         moved = super().move(task)
+        given = made.bytes_given - before
         return {
             **moved,
-            "bytes_read": moved["bytes_read"] - made.bytes_given + made.bytes_read,
+            "bytes_read": moved["bytes_read"] - given + made.bytes_read,
             "bytes_verified": moved["bytes_verified"] + made.bytes_verified,
-            "bytes_extra": moved["bytes_extra"] - (made.bytes_given - made.bytes_needed) + made.bytes_extra,
+            "bytes_extra": moved["bytes_extra"] - (given - made.bytes_needed) + made.bytes_extra,
         }
 
 

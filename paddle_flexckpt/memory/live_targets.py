@@ -184,7 +184,7 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
             remedy=MODEL_REMEDY,
         )
         for row, (weight, tensor) in enumerate(zip(state.weights, state.tensors))
-        if _is_copy(tensor, weight)
+        if not getattr(tensor, "persistable", True) and _is_copy(tensor, weight)
     ]
     if problems:
         raise ValidationError(problems)
@@ -205,7 +205,7 @@ def _is_read_only(tensor: Any) -> bool:
 
 def _is_copy(tensor: Any, weight: Any) -> bool:
     """Return whether a tensor has a parameter's name, but an operation has made it, as hooks of ``state_dict()`` do."""
-    if getattr(tensor, "persistable", True) or not COUNTED.fullmatch(tensor.name):
+    if not COUNTED.fullmatch(tensor.name):
         return False
     node = getattr(tensor, "grad_fn", tensor)
     # Views that have a parameter's name are in shards. The tensors of paddle.load() have a node.

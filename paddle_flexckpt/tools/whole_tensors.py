@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +29,7 @@ from paddle_flexckpt.transfer.files import Files, reads_of
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.transfer.options import FileOptions, TransferOptions
 from paddle_flexckpt.transfer.plan import split_tiles
-from paddle_flexckpt.transfer.targets import Memory, Targets
+from paddle_flexckpt.transfer.targets import Memory, OpenArray, Targets
 from paddle_flexckpt.transfer.transfer import Transfer
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -40,17 +40,6 @@ BAND_BYTES = 64 << 20
 AS_STORED = TransferOptions(optimizer_states="ignore", mw_name_compatibility=False, raw_names="trusted")
 # The key of a tensor, and a box in it.
 TensorBox = tuple[str, Box]
-
-
-@dataclass
-class _Array:
-    """A new array as an open target."""
-
-    array: np.ndarray
-    staged: bool = False
-
-    def store(self) -> None:
-        """Do nothing: it is not a copy."""
 
 
 class WholeTensors(Memory):
@@ -100,11 +89,11 @@ class WholeTensors(Memory):
         bands = tuple((rows[key], box) for key, box in parts) if is_cut else ()
         return Targets(builder.build(), no_names, no_names, nowhere, self, mapping, bands)
 
-    def open(self, row: int, fresh: bool) -> _Array:
+    def open(self, row: int, fresh: bool) -> OpenArray:
         """Return a new array, and hold it."""
         info = self._infos[row]
         array = self._arrays[row] = np.empty(math.prod(info.shape), dtype=dtype_of(info.dtype).numpy)
-        return _Array(array)
+        return OpenArray(array)
 
     def take(self, row: int) -> tuple[str, np.ndarray]:
         """Return key and array of a filled tensor, or band, and release it."""

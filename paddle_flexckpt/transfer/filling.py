@@ -44,11 +44,7 @@ class Filling:
         if piece_targets is not None:
             parts = np.concatenate([piece_targets, np.asarray([tile.row for tile in plan.tiles], dtype=np.int64)])
             self._left = np.bincount(parts)
-        self._compared_with = frozenset(plan.same_memory.values())
         self._open: dict[int, OpenTarget] = {}
-        self._compare: dict[int, np.ndarray] = {}
-        # Values stored into strided views with which other rows are compared.
-        self._stored: dict[int, np.ndarray] = {}
         self._scratch: dict[int, np.ndarray] = {}
         self._next_tile = 0
         self._scratch_bytes = self.peak_scratch_bytes = 0
@@ -59,7 +55,6 @@ class Filling:
         addresses, known = np.full(len(self._plan.catalog), -1, dtype=np.int64), self._memory.addresses()
         if known is not None:
             addresses[: self._plan.targets] = known
-            addresses[list(self._plan.same_memory)] = -1
         return addresses
 
     @property
@@ -80,7 +75,7 @@ class Filling:
         if not self._memory.devices:
             return {}
         rows = np.flatnonzero(self.addresses[: self._plan.targets] < 0).tolist()
-        found = {row: self._memory.on_device(row) for row in rows if row not in self._plan.same_memory}
+        found = {row: self._memory.on_device(row) for row in rows}
         return {row: storage for row, storage in found.items() if storage is not None}
 
     @cached_property
@@ -106,10 +101,6 @@ class Filling:
         """Return the 1-D host memory through which a row is filled."""
         if not self._plan.is_target(row):
             return self._scratch_of(row)
-        if row in self._plan.same_memory:
-            if row not in self._compare:
-                self._compare[row] = self._empty(row, int(self._plan.size[row]))
-            return self._compare[row]
         if self.addresses[row] >= 0:
             begin, dtype = int(self.addresses[row]) - FIRST_ADDRESS, dtype_of(self._plan.catalog.dtype_name(row)).numpy
             return np.ndarray(int(self._plan.size[row]), dtype, ADDRESSES, begin)
@@ -121,13 +112,11 @@ class Filling:
     def _scratch_of(self, row: int) -> np.ndarray:
         """Return the memory of a scratch row; it exists from the first call until its last tile is computed."""
         if row not in self._scratch:
-            memory = self._scratch[row] = self._empty(row, math.prod(self._plan.catalog.shape[row].tolist()))
+            dtype = dtype_of(self._plan.catalog.dtype_name(row)).numpy
+            memory = self._scratch[row] = np.empty(math.prod(self._plan.catalog.shape[row].tolist()), dtype)
             self._scratch_bytes += memory.nbytes
             self.peak_scratch_bytes = max(self.peak_scratch_bytes, self._scratch_bytes)
         return self._scratch[row]
-
-    def _empty(self, row: int, count: int) -> np.ndarray:
-        return np.empty(count, dtype=dtype_of(self._plan.catalog.dtype_name(row)).numpy)
 
     def advance(self, row: int) -> None:
         """Compute every tile whose operands are complete when all rows before this one are filled."""
@@ -172,39 +161,15 @@ class Filling:
             return
         self._left[row] -= 1
         if self._left[row] == 0 and row in self._open:
-            self._store(row)
+            self._open.pop(row).store()
 
     def pieces_done(self, rows: np.ndarray) -> None:
         """Note that pieces of targets that are filled in place have arrived."""
         if self._left is not None:
             np.subtract.at(self._left, rows, 1)
 
-    def _store(self, row: int) -> None:
-        target = self._open.pop(row)
-        target.store()
-        if target.staged and row in self._compared_with:
-            self._stored[row] = target.array
-
     def finish(self) -> None:
-        """Compute the last tiles, store the remaining copies, and compare tied targets.
-
-        Raises:
-            CheckpointError: Two source keys of one tied parameter have different values.
-        """
+        """Compute the last tiles, and store the remaining copies."""
         self.advance_to(len(self._plan.order))
         for row in list(self._open):
-            self._store(row)
-        for row, compare in self._compare.items():
-            other = self._plan.same_memory[row]
-            stored = self._stored.get(other)
-            if stored is None:
-                stored = self._memory.open(other, fresh=False).array
-            for copy in self._plan.kept.get(row, ()):
-                copy.scatter_into(compare)[...] = copy.scatter_into(stored)
-            if stored.tobytes() != compare.tobytes():
-                first, second = self._plan.catalog.key_name(other), self._plan.catalog.key_name(row)
-                raise CheckpointError(
-                    f"targets {first!r} and {second!r} are one tied parameter, but the source holds different values "
-                    f"for them; the target has those of {first!r}. Remedy (FC107): untie the parameters, or leave one "
-                    "of the keys out"
-                )
+            self._open.pop(row).store()

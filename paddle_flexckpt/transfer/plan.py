@@ -63,8 +63,6 @@ class FillPlan:
         targets: Number of rows that are targets; scratch follows.
         catalog: Targets and scratch.
         order: int64, the rows to fill, in the order of filling.
-        same_memory: An earlier row, by row, for rows that share its memory and have another source. Such rows are
-            compared, and not written.
         tiles: In the order in which they are computed.
         kept: By row: the elements that stay unchanged, as copies onto themselves.
         covered: int64 per row: elements that come from tiles or stay unchanged.
@@ -74,7 +72,6 @@ class FillPlan:
     targets: int
     catalog: Catalog
     order: np.ndarray
-    same_memory: dict[int, int] = field(default_factory=dict)
     tiles: tuple[Tile, ...] = ()
     kept: dict[int, list[StridedCopy]] = field(default_factory=dict)
     covered: np.ndarray | None = None
@@ -116,7 +113,6 @@ def plan_fill(
     catalog: Catalog,
     rows: np.ndarray,
     mapping: TensorMapping | None,
-    same_memory: dict[int, int] | None = None,
     bands: Sequence[tuple[int, Box]] = (),
 ) -> FillPlan:
     """Plan the rows for some of a rank's targets.
@@ -125,7 +121,6 @@ def plan_fill(
         catalog: All targets.
         rows: Those to fill.
         mapping: The mapping of the statements.
-        same_memory: As in :class:`FillPlan`.
         bands: If targets, without shared memory, are filled in bands: target and box of each band of all targets, in
             the order of filling. The plan's rows are then the bands.
 
@@ -133,7 +128,7 @@ def plan_fill(
         ValidationError: A computed value needs a target's own values.
     """
     # Orders do not matter for boxes: renamed targets may have one name and two orders.
-    plain = FillPlan(len(catalog), catalog.with_orders({}), rows, same_memory or {})
+    plain = FillPlan(len(catalog), catalog.with_orders({}), rows)
     if bands:
         plain = _in_bands(plain, bands)
     return plain if mapping is None else _Builder(plain, mapping).build()

@@ -186,6 +186,8 @@ class _Resolver:
         self._defined: Collection[str] = () if mapping is None else mapping.tensors
         # Keys that statements remove, or consume without making another of the name, have no other names.
         self._gone = frozenset() if mapping is None else mapping.unfed | mapping.removed
+        self._removed = frozenset() if mapping is None else mapping.removed
+        self._unfed = self._gone - self._removed
         # A key that a statement defines or removes is not the source's tensor of that name.
         away = {*self._defined, *self._gone}
         self._index = {name: i for name, i in self._numbers.items() if name not in away} if away else self._numbers
@@ -214,14 +216,21 @@ class _Resolver:
             self.compatible = self._find_compatible()
 
     def _aliases(self, row: int) -> tuple[str, ...]:
-        return self._targets.aliases[row] if self._options.tied_names else ()
+        """Return the other names of a tied target; if a statement removes its own, also those of the same memory."""
+        if not self._options.tied_names:
+            return ()
+        targets, keys, others = self._targets, self._catalog.keys, list[int]()
+        if keys[row] in self._removed and targets.place(row) is not None:
+            others = np.flatnonzero((targets.spans == targets.spans[row]).all(axis=1)).tolist()
+        shared = (keys[each] for each in others if each != row and targets.place(each) == targets.place(row))
+        return (*targets.aliases[row], *shared)
 
     def _own_name(self, row: int) -> str | None:
         """Return a target's name in the source or the mapping: its own, or a tied parameter's."""
         key = self._catalog.keys[row]
-        # If nothing feeds its own name, its other names do not count either: a tied parameter's states are under one of
-        # its names, which is that of statements.
-        unfed = self._mapping is not None and key in self._mapping.unfed
+        # If nothing feeds its own name, its other names do not count either, unless a statement removes it: a tied
+        # parameter's states are under one of its names, which is that of statements.
+        unfed = key in self._unfed
         for name in (key, *self._aliases(row)):
             if name in self._defined or (not unfed and name in self._index and name not in self._counted):
                 return name

@@ -6,6 +6,7 @@ Tested in tests/transfer/test_transfer.py and tests/transfer/test_files.py.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,11 @@ import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog
-from paddle_flexckpt.transfer.plan import FillPlan
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
+from paddle_flexckpt.transfer.plan import FillPlan, plan_fill
 from paddle_flexckpt.transfer.powers import Facts
 from paddle_flexckpt.transfer.resolution import Resolution
-from paddle_flexckpt.transfer.targets import Memory, Targets
+from paddle_flexckpt.transfer.targets import Memory, Targets, Trial
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,28 @@ class Task:
     def memory(self) -> Memory:
         """Return the memory of the targets."""
         return self.resolution.targets.memory
+
+    def of_tied(self) -> Task:
+        """Return the task that fills, in memory of its own, the rows that share memory and have different sources."""
+        same, targets = self.resolution.same_memory, self.resolution.targets
+        resolution = replace(self.resolution, targets=replace(targets, memory=Trial(targets)))
+        rows = np.asarray(sorted({*same, *same.values()}), dtype=np.int64)
+        return Task(resolution, self.mapping, plan_fill(resolution.catalog, rows, self.mapping))
+
+    def refuse_differing(self) -> None:
+        """Raise ValidationError if values of a task of tied rows differ, but for elements that a row keeps."""
+        problems, catalog = [], self.resolution.targets.catalog
+        for row, other in self.resolution.same_memory.items():
+            one, two = (self.memory.open(each, each not in self.plan.kept).array for each in (other, row))
+            for kept in self.plan.kept.get(row, ()):
+                kept.scatter_into(two)[...] = kept.scatter_into(one)
+            if one.tobytes() != two.tobytes():
+                key, first = catalog.key_name(row), catalog.key_name(other)
+                what = f"targets {first!r} and {key!r} are one tied parameter, but the source has two values"
+                remedy = f"untie the parameters, or leave out one of the source's keys by the statement '{key} -> _'"
+                problems.append(Problem(what, key, int(catalog.rank[row]), code="FC107", remedy=remedy))
+        if problems:
+            raise ValidationError(problems)
 
     def keys_of(self, rows: Iterable[int]) -> list[str]:
         """Return the targets' own keys of some rows of the plan, sorted."""
@@ -103,6 +126,12 @@ class Source(Facts):
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan the exchange between ranks; ``answers``: every rank's :meth:`prepare`, by field."""
+
+    def again(self) -> Source:
+        """Return the same source, open and without a plan, for another task before its own."""
+        twin = copy.copy(self)
+        twin.closing = contextlib.ExitStack()
+        return twin
 
     def move(self, task: Task) -> dict[str, Any]:
         """Fill all rows of the plan; return fields of the report."""

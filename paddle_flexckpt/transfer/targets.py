@@ -92,6 +92,33 @@ class Memory:
         """Note the end of the transfer; ``untouched``: keys of targets that were not filled, or only partly."""
 
 
+@dataclass
+class OpenArray:
+    """A new array as an open target."""
+
+    array: np.ndarray
+    staged: bool = False
+
+    def store(self) -> None:
+        """Do nothing: it is not a copy."""
+
+
+class Trial(Memory):
+    """Memory for some targets that is not theirs, by row in ``arrays``."""
+
+    def __init__(self, targets: Targets) -> None:
+        """Take the targets, whose own values only those rows begin with that are not filled whole."""
+        self._targets, self.arrays = targets, dict[int, np.ndarray]()
+
+    def open(self, row: int, fresh: bool) -> OpenTarget:
+        """Open the memory of a row."""
+        if row not in self.arrays:
+            catalog, memory = self._targets.catalog, self._targets.memory
+            empty = np.empty(int(catalog.size[row]), dtype_of(catalog.dtype_name(row)).numpy)
+            self.arrays[row] = empty if fresh else memory.open(row, fresh=False).array.copy()
+        return OpenArray(self.arrays[row])
+
+
 @dataclass(frozen=True, eq=False)
 class Targets:
     """The targets of one rank, a row each.

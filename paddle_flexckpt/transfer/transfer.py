@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.errors import MAX_LISTED
@@ -24,7 +26,7 @@ from paddle_flexckpt.catalog.texts import (
     unread_warning,
     untouched_warning,
 )
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.agreement import Ranks, Solo, check_coordinator, check_heads
 from paddle_flexckpt.transfer.mapping import compile_mapping
@@ -76,6 +78,7 @@ class Transfer:
         self._comm, self._source, self._options = comm, source, options
         self._describe_targets, self._call, self._context = describe_targets, call, context
         self._all_targets: Catalog | None = None
+        self._is_tied = False
         self._begin = time.perf_counter() if begin is None else begin
 
     def run(self) -> LoadReport:
@@ -105,7 +108,8 @@ class Transfer:
                 self._read_targets(comm.together(self._targets_message, context)[1])
             _, answers = comm.together(functools.partial(self._task_message, statements), context)
             _, *others = check_heads(answers, context, comm.ranks)
-        used, meanings, stances, *of_source = others
+        used, meanings, stances, tied, *of_source = others
+        self._is_tied = any(tied)
         if any(stances):
             from paddle_flexckpt.transfer.state_kinds import check_stances
 
@@ -126,6 +130,8 @@ class Transfer:
             begin: When the call began.
         """
         planned, task, source = time.perf_counter(), self._task, self._source
+        if self._is_tied:
+            self._compare_tied()
         moved, answers = self._comm.together(self._move, self._context)
         counts, untouched, names = zip(*(json.loads(answer) for answer in answers))
         total_bytes, filled, asked = map(sum, zip(*counts))
@@ -206,12 +212,13 @@ class Transfer:
             raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from None
         task = self._task
         meanings, statements_needed = (json.dumps(each).encode() for each in (task.resolution.raw_meanings(), needed))
+        tied = b"+" if task.resolution.same_memory else b""
         stance = b""
         if self._options.optimizer_states == "ignore":
             from paddle_flexckpt.transfer.state_kinds import encode_stance  # most loads need none
 
             stance = encode_stance(self._targets.catalog, source.catalog)
-        message = statements_needed, source.used(task), meanings, stance, *source.prepare(task)
+        message = statements_needed, source.used(task), meanings, stance, tied, *source.prepare(task)
         return None, join((self._head, *message))
 
     def _make_task(self, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:
@@ -227,6 +234,25 @@ class Transfer:
         # Statements that reorder fused parameters are about their states too; scales are evidence of codes.
         is_incomplete = bool(made[1]) or made[0].resolution.may_be_codes
         return self._make_task(statements) if is_incomplete and source.complete() else made
+
+    def _compare_tied(self) -> None:
+        """Compare the values that one tied parameter has under several names, in memory of their own.
+
+        Raises:
+            ValidationError: They differ (on every rank, with the same text); no target was changed.
+        """
+        comm, source, context = self._comm, self._source.again(), self._context
+        task = self._task.of_tied()
+        with source.closing:
+            _, answers = comm.together(lambda: (None, join(source.prepare(task))), context)
+            source.plan(task, [*zip(*map(split, answers))])
+
+            def move() -> tuple[None, bytes]:
+                source.move(task)
+                task.refuse_differing()
+                return None, b""
+
+            comm.together(move, context)
 
     def _move(self) -> tuple[dict[str, Any], bytes]:
         """Fill this rank's targets; return fields of the report, and this rank's message for the others' reports."""
@@ -284,8 +310,8 @@ def make_task(
     if statements:
         everything = targets.catalog if known is None else known
         mapping, resolution = complete(resolution, statements, source, options, everything, facts)
-    plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
-    return Task(resolution, mapping, plan), needed
+    written = np.setdiff1d(resolution.filled, [*resolution.same_memory])  # others are compared
+    return Task(resolution, mapping, plan_fill(resolution.catalog, written, mapping, targets.bands)), needed
 
 
 @contextlib.contextmanager

@@ -459,9 +459,45 @@ def test_tied_targets_that_agree_are_both_filled(move):
 
 def test_tied_targets_that_get_different_values_are_an_error(move):
     memory = np.zeros(3, dtype=np.float32)
-    with pytest.raises(CheckpointError, match="'a' and 'b' are one tied parameter.*different values.*those of 'a'"):
-        move(state(a=[1, 2, 3], b=[1, 2, 4]), {"a": memory, "b": memory})
+    other, source = np.zeros(2, dtype=np.float32), state(a=[1, 2, 3], b=[1, 2, 4], c=[5, 6])
+    target = {"c": other, "a": memory, "b": memory}
+    with pytest.raises(ValidationError, match="'a' and 'b' are one tied parameter.*two values"):
+        move(source, target)
+    assert (memory.tolist(), other.tolist()) == ([0, 0, 0], [0, 0])
+    for removed, kept in (("b", [1, 2, 3]), ("a", [1, 2, 4])):
+        report = move(source, target, aoa_config={"aoa_statements": [f"{removed} -> _"]}, strict=True)
+        assert (memory.tolist(), other.tolist(), report.missing) == (kept, [5, 6], [])
+
+
+def test_tied_targets_that_statements_make_are_compared_too(move):
+    """Also computed ones; and elements that one of the targets keeps are those of the other."""
+    memory, source = np.full(3, 9, dtype=np.float32), state(a=[1, 2, 3], b=[2, 4, 6], part=[2, 3])
+    target = {"x": memory, "y": memory}
+    with pytest.raises(ValidationError, match="'x' and 'y' are one tied parameter"):
+        move(source, target, aoa_config={"aoa_statements": ["a -> x", "b -> y, scale=3"]})
+    assert memory.tolist() == [9, 9, 9]
+    move(source, target, aoa_config={"aoa_statements": ["a -> x", "b -> y, scale=0.5"]})
     assert memory.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("reads", ["direct", "cooperative"])
+def test_tied_targets_are_compared_before_any_rank_changes_one(tmp_path, reads):
+    """Only one rank has them, and they differ there in its own part alone."""
+    save_state_dict(state(a=[1, 2, 3, 4], b=[1, 2, 3, 5], c=[5, 6]), tmp_path)
+
+    def load(comm, second):
+        memory, other = np.zeros(2, dtype=np.float32), np.zeros(2, dtype=np.float32)
+        target = {"c": other}
+        if comm.rank == 1:
+            target |= {key: ShardedWeight(key, memory, (2,), (4,), (second,)) for key in "ab"}
+        try:
+            load_state_dict(target, tmp_path, comm, comm_method=reads)
+        except ValidationError as error:
+            return "'a' and 'b' are one tied parameter" in str(error), memory.tolist(), other.tolist()
+        return None, memory.tolist(), other.tolist()
+
+    assert SimulatedWorld(2).run(lambda comm: load(comm, 2)) == [(True, [0, 0], [0, 0])] * 2
+    assert SimulatedWorld(2).run(lambda comm: load(comm, 0)) == [(None, [0, 0], [5, 6]), (None, [1, 2], [5, 6])]
 
 
 def test_tied_targets_of_one_source_are_filled_once(move):

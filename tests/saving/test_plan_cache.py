@@ -56,7 +56,7 @@ def build(rank: int, size: int, seed: int = 0) -> dict[str, ShardedWeight | np.n
         "q.moment1_0": fused("q.moment1_0"),
         "p": ShardedWeight("p", wide, (4, 6), (4 * size, 6), (4 * rank, 0), fused=FusedAxis(0, None)),
         "p.moment1_0": ShardedWeight(
-            "p.moment1_0", wide, (4, 6), (4 * size, 6), (4 * rank, 0), fused=FusedAxis(0, None)
+            "p.moment1_0", wide.copy(), (4, 6), (4 * size, 6), (4 * rank, 0), fused=FusedAxis(0, None)
         ),
         "r": ShardedWeight("r", same.copy(), (6, 4), (6, 4), (0, 0)),
         "mean": ShardedWeight("mean", same[0] * 2, (4,), (4,), (0,), replicas="first"),

@@ -74,7 +74,7 @@ def test_without_statements_rows_are_filled_as_they_are():
     shards = [whole("a", "float32", (2, 3)), Shard("b", "int8", (9,), (4,), (5,), (1, 4), 0), whole("c", "bool", ())]
     catalog = catalog_of(shards)
     plan = plan_fill(catalog, np.asarray([2, 0]), None)
-    assert (plan.targets, plan.tiles, plan.kept, plan.same_memory, plan.covered) == (3, (), {}, {}, None)
+    assert (plan.targets, plan.tiles, plan.kept, plan.covered) == (3, (), {}, None)
     assert plan.order.tolist() == [2, 0]
     assert [plan.in_order.key_name(turn) for turn in (0, 1)] == ["c", "a"]
     assert len(plan.in_order) == 2
@@ -83,7 +83,6 @@ def test_without_statements_rows_are_filled_as_they_are():
     assert plan.covered_in_order is None
     assert plan.computed == set()
     assert [plan.is_target(row) for row in (0, 2, 3)] == [True, True, False]
-    assert plan_fill(catalog, np.asarray([1, 2]), None, {2: 1}).same_memory == {2: 1}
 
 
 def test_targets_of_one_name_may_have_two_orders():
@@ -140,7 +139,7 @@ def test_scratch_of_a_tile_follows_its_target_and_is_shared_by_neighbours(monkey
     made = program("t", Outer(), {"w": ("float64", (4, 4)), "a": ("float32", (4,)), "b": ("float32", (4,))})
     shards = [whole("before", "int8", (2,), 3), Shard("t", "float32", (4, 4), (0, 1), (4, 3), None, 3),
               whole("after", "int8", (2,), 3)]  # fmt: skip
-    plan = plan_fill(catalog_of(shards), np.asarray([0, 1, 2]), made.mapping(), {2: 0})
+    plan = plan_fill(catalog_of(shards), np.asarray([0, 1, 2]), made.mapping())
     assert boxes_of(plan)[3:] == [
         ("#w", (0, 1), (2, 3)), ("#a", (0,), (2,)), ("#b", (1,), (3,)), ("#w", (2, 1), (2, 3)), ("#a", (2,), (2,)),
     ]  # fmt: skip
@@ -159,7 +158,7 @@ def test_scratch_of_a_tile_follows_its_target_and_is_shared_by_neighbours(monkey
     assert sorted(second.freed) == [5, 6, 7]
     assert plan.covered.tolist() == [0, 12, 0, 0, 0, 0, 0, 0]
     assert plan.covered_in_order.tolist() == [0, 12, 0, 0, 0, 0, 0, 0]
-    assert (plan.targets, plan.same_memory, plan.kept, plan.computed) == (3, {2: 0}, {}, {1})
+    assert (plan.targets, plan.kept, plan.computed) == (3, {}, {1})
     assert plan.size.tolist() == [2, 12, 2, 6, 2, 3, 6, 2]
 
 

@@ -103,10 +103,11 @@ def test_all_steps_are_taken_in_order_and_the_source_is_closed():
     first, second, third = source.tasks
     assert first is second is third
     assert comm.contexts == [CONTEXT, CONTEXT]
-    head, needed, used, names, stance, *sent = split(comm.said[0])
+    head, needed, used, names, stance, tied, *sent = split(comm.said[0])
     assert comm.said[1] == b"[[40, 2, 2], 0, []]"
     assert json.loads(head) == json.loads(options.encode("load_state_dict", shelf="the first", context=CONTEXT))
-    assert (json.loads(needed), json.loads(names), stance, sent) == ([], {}, b"", [b"mine", b"too"])
+    assert (json.loads(needed), json.loads(names), stance, tied) == ([], {}, b"", b"")
+    assert sent == [b"mine", b"too"]
     assert np.unpackbits(np.frombuffer(used, np.uint8)).tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
