@@ -107,15 +107,16 @@ def order_warning(source: str, keys: list[str]) -> str:
     )
 
 
-def dropped_warning(source: str, dropped: Sequence[str]) -> str:
-    """Return the warning that the model lacks parameters in layers like its own, which the checkpoint has."""
+def dropped_warning(source: str, dropped: Sequence[str], is_smaller: bool) -> str:
+    """Return the warning about what a load left out; ``is_smaller``: with parameters in layers like the model's own."""
     texts = grouped(dropped)
     more = f"; and {len(texts) - _GROUPS} more" if len(texts) > _GROUPS else ""
     return (
-        f"THE MODEL IS SMALLER THAN ITS CHECKPOINT: {'; '.join(texts[:_GROUPS])}{more} are in {source} and not in the "
-        "model, and were left out. Remedy (FC203): make the model as it was when it was saved (numbers of layers and "
-        "experts, biases), and load again, before a save under this model; strict=True makes it an error; or, if it is "
-        "meant so, say it with strict=False: the report lists them as dropped"
+        f"{'THE MODEL IS SMALLER THAN ITS CHECKPOINT' if is_smaller else 'NOT EVERYTHING WAS LOADED'}: "
+        f"{'; '.join(texts[:_GROUPS])}{more}: {source} has this, nothing that was given takes it, and it was left out. "
+        "Remedy (FC203): make the model as it was when it was saved (numbers of layers and experts, biases, buffers), "
+        "give again what was saved as state=, and load again, before the next save; strict=True makes it an error; or, "
+        "if it is meant so, say it with strict=False: the report lists it as unexpected"
     )
 
 

@@ -35,6 +35,7 @@ from paddle_flexckpt.run_state.extra_state import (
     read_extra_state,
 )
 from paddle_flexckpt.transfer.options import LoadOptions, Storage, Strict
+from paddle_flexckpt.transfer.resolution import left_behind
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -218,9 +219,9 @@ def fill_run(
         extra, found = comm.together(restore_extra, context)
         if extra is None or any(found):
             raise ReplacedError(_replaced(context))
-    asks = targets.has_model and options.strict is not False and not manifest.foreign
-    if asks and load.dropped and comm.position == 0:
-        logger.warning(dropped_warning(load.source, load.dropped))
+    left = left_behind(load, options) if targets.has_model and not manifest.foreign else []
+    if left and comm.position == 0:
+        logger.warning(dropped_warning(load.source, left, bool(load.dropped)))
     return load, extra
 
 

@@ -33,6 +33,7 @@ from paddle_flexckpt.trainer.contents import collect_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, is_flex
 from paddle_flexckpt.trainer.flags import TrainerOptions
 from paddle_flexckpt.transfer.options import LoadOptions
+from paddle_flexckpt.transfer.resolution import left_behind
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -113,8 +114,9 @@ def _restore_native(
 
         comm.together(look, f"cannot resume from {path}")
     load = _load(trainer, inside, shards, everything, options, comm)
-    if load.dropped and options.strict is not False and comm.position == 0:
-        logger.warning(in_words_of(dropped_warning(inside, load.dropped), FLAGS))
+    left = left_behind(load, options.loading() if everything else replace(options.loading(), optimizer_states="ignore"))
+    if left and comm.position == 0:
+        logger.warning(in_words_of(dropped_warning(inside, left, bool(load.dropped)), FLAGS))
     if not everything:
         return Restored(path, True, load)
 

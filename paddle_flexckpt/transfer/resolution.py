@@ -22,6 +22,7 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationErr
 from paddle_flexckpt.catalog.dtypes import DTYPES, castable, is_float
 from paddle_flexckpt.catalog.layer_ranges import grouped
 from paddle_flexckpt.optimizer_states import is_counter, is_torch_state, split_state
+from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.codes import CODE_DTYPES
 from paddle_flexckpt.transfer.fused import FusedMismatch, mending_statements
 from paddle_flexckpt.transfer.names import is_state, raw_meanings, split_raw
@@ -240,6 +241,17 @@ def dropped_parameters(unexpected: Sequence[str], keys: Sequence[str], used: np.
     loaded = (keys[i] for i in np.flatnonzero(used).tolist())
     layers = {_layer(key) for key in loaded if not is_state(key, everything)} - {""}
     return [key for key in dropped if _layer(key) in layers]
+
+
+def left_behind(load: LoadReport, options: TransferOptions) -> list[str]:
+    """Return the keys that a load of a whole run should not leave out without a word.
+
+    Where the model alone is wanted, only parameters in layers like its own count: it may lack a head.
+    """
+    if options.strict is False or options.optimizer_states == "ignore":
+        return [] if options.strict is False else load.dropped
+    everything = {*load.unexpected}
+    return [key for key in load.unexpected if not (is_state(key, everything) or is_counter(key))]
 
 
 def _layer(key: str) -> str:

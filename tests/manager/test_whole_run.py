@@ -159,9 +159,9 @@ def test_parameters_of_the_models_layers_that_it_lacks_are_a_warning(tmp_path, c
     dropped, texts = loaded(Network(2))
     assert dropped == ["layers.2.bias", "layers.2.weight"]
     assert texts[0].startswith(
-        "THE MODEL IS SMALLER THAN ITS CHECKPOINT: layer 2 of layers.*, 2 tensors: bias, weight are in"
+        "THE MODEL IS SMALLER THAN ITS CHECKPOINT: layer 2 of layers.*, 2 tensors: bias, weight: "
     )
-    advised("catalog/texts.py", "say it with strict=False: the report lists them as dropped", texts[0])
+    advised("catalog/texts.py", "say it with strict=False: the report lists it as unexpected", texts[0])
     advised("catalog/texts.py", "make the model as it was when it was saved", texts[0])
     advised("catalog/texts.py", "strict=True makes it an error", texts[0])
     with pytest.raises(fc.ValidationError, match=r"no rank asks for layer 2 of layers\.\*, 10 tensors, such as bias"):
@@ -188,6 +188,36 @@ def test_parameters_of_the_models_layers_that_it_lacks_are_a_warning(tmp_path, c
     assert loaded(Network(2), strict=False) == (["layers.2.bias", "layers.2.weight"], [])
     for whole in (Network(3), Network(3, head=False)):
         assert loaded(whole) == ([], [])
+
+
+@pytest.mark.parametrize("kind", ["state", "buffer", "nested"])
+def test_what_was_saved_beside_the_model_and_nothing_takes_is_a_warning(tmp_path, caplog, kind):
+    """An average of the weights, say; or a buffer that is not persistable any more."""
+    run, other = Run(1), Run(2)
+    if kind == "buffer":
+        run.model.register_buffer("rope", paddle.ones([3]))
+        other.model.register_buffer("rope", paddle.ones([3]), persistable=False)
+    left = {"state": {"ema": paddle.ones([2])}, "nested": {"ema": dict(run.model.state_dict())}}.get(kind)
+    fc.save(tmp_path / "run", **run.parts(state=left))
+    with fc.CheckpointManager(tmp_path / "manager", preemption_signals=()) as manager:
+        manager.save(1, **run.parts(state=left))
+
+    def told(**options):
+        caplog.clear()
+        fc.load(tmp_path / "run", **other.parts(**options))
+        with fc.CheckpointManager(tmp_path / "manager", preemption_signals=()) as manager:
+            manager.restore(**other.parts(**options))
+        return [each.getMessage() for each in caplog.records if "NOT EVERYTHING WAS LOADED" in each.getMessage()]
+
+    texts = told()
+    assert len(texts) == 2 and all(("rope" if kind == "buffer" else "ema") in text for text in texts)
+    advised("catalog/texts.py", "give again what was saved as state=", texts[0])
+    assert told(strict=False) == []
+    if left is not None:
+        assert told(state={"ema": {key: each * 0 for key, each in left["ema"].items()} if kind == "nested" else
+                           paddle.zeros([2])}) == []  # fmt: skip
+    with pytest.raises(fc.ValidationError, match=r"FC203"):
+        told(strict=True)
 
 
 def test_a_checkpoint_without_extra_state(tmp_path):
