@@ -26,6 +26,7 @@ from paddle_flexckpt.catalog.table import (
     check_extra_names,
     concat,
     may_be_fused,
+    sound_fused,
     without_extra_state,
 )
 from paddle_flexckpt.catalog.validate import ReplicaGroups, group_replicas, validate_coverage, validate_shards
@@ -55,6 +56,7 @@ __all__ = [
     "dtype_of",
     "group_replicas",
     "may_be_fused",
+    "sound_fused",
     "validate_coverage",
     "validate_shards",
     "without_extra_state",

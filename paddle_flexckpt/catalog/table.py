@@ -19,7 +19,7 @@ from paddle_flexckpt.algebra.columns import WHOLE, Columns
 from paddle_flexckpt.algebra.rows import product_axes
 from paddle_flexckpt.catalog.dtypes import dtype_of
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
-from paddle_flexckpt.catalog.orders import Order, common_order
+from paddle_flexckpt.catalog.orders import CUT, Order, common_order
 
 NOT_FLATTENED = -1
 # Keys with this prefix are a run's extra state (step, schedules, generators): not part of a model.
@@ -206,6 +206,8 @@ class Catalog(Columns):
         return replace(self, **(order_columns(by_key, len(self.keys)) or nothing))
 
 
+# In usual names of q, k and v, or gate and up, as one parameter.
+_FUSED = re.compile(r"(?i)qkv|query_key_value|(?:^|[._])c_attn|gate_up|up_gate")
 _MOST_ORDERS = 2**15 - 1  # int16 numbers them
 _TABLES = ("keys", "dtypes", "files")
 _COLUMN_TYPES = {"key": np.int32, "dtype": np.int16, "ndim": np.int16, "rank": np.int32, "file": np.int32}
@@ -331,17 +333,25 @@ def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], k
     return {"orders": tuple(table), "key_order": merged} if table else {}
 
 
+def sound_fused(catalog: Catalog) -> np.ndarray:
+    """Return bool per key: whether it has a usual name of a parameter that fuses several, or of a state of it."""
+    if not _FUSED.search("\n".join(catalog.keys)):
+        return np.zeros(len(catalog.keys), dtype=bool)
+    return np.asarray([_FUSED.search(key) is not None for key in catalog.keys])
+
+
 def may_be_fused(catalog: Catalog) -> np.ndarray:
     """Return bool per key: whether the tensor may be fused without a record of it in the catalog.
 
     Such a tensor is cut along its last axis, the outputs of a linear layer, and its order is not known: the catalog was
-    written before there were orders, or by another program.
+    written before there were orders, or by another program; or its name says that it is fused, and no rule does.
     """
     count = len(catalog.keys)
     found = np.zeros(count, dtype=bool)
     filled = (catalog.size > 0) & (catalog.ndim > 0)
     if len(catalog.key_order):
-        filled &= catalog.key_order[catalog.key] < 0
+        unruled = np.asarray([order == CUT for order in catalog.orders] + [True])[catalog.key_order]
+        filled &= ((catalog.key_order < 0) | (unruled & sound_fused(catalog)))[catalog.key]
     rows = np.flatnonzero(filled)
     if len(rows):
         found[catalog.key[rows]] = True

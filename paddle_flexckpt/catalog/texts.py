@@ -100,9 +100,11 @@ def order_warning(source: str, keys: list[str]) -> str:
     """Return the warning that the order of elements is unknown for parameters and states that may be fused."""
     return (
         f"{source} does not say in which order the elements of {len(keys)} tensors lie that are cut along the outputs "
-        "of their layer. Where one of them fuses several parameters (q, k and v; gate and up), it was taken as its "
-        "shards are: part by part, not in natural order. Remedy (FC207): load it once into parameters that are marked "
-        "with a FusedAxis where they are fused, under the strategy of its save, and save it again. These are: "
+        "of their layer. Where one of them fuses several parameters (q, k and v; gate and up), it is taken as its "
+        "shards are: part by part, not in natural order, so another degree would permute it. Remedy (FC207): mark what "
+        "is fused with a FusedAxis (parts=1 where all is in natural order); if it was saved without one, load it once "
+        "into parameters that are marked with a FusedAxis where they are fused, under the strategy of its save, and "
+        "save it again. These are: "
         f"{', '.join(keys)}"
     )
 

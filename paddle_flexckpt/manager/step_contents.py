@@ -13,8 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
+import numpy as np
+
+from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, may_be_fused
 from paddle_flexckpt.catalog.dtypes import check_integer
+from paddle_flexckpt.catalog.texts import order_warning
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.memory.sources import check_state
 from paddle_flexckpt.memory.state import flatten_state_dict
@@ -339,7 +342,11 @@ def check(
         return objects.describe()
 
     head, comm = encode_options(check, options, **objects.given()), communicator_for(process_group)
-    check_state(describe, comm, "cannot save", head)
+    catalog = check_state(describe, comm, "cannot save", head)
+    fused, keys = np.asarray(catalog.keys)[may_be_fused(catalog)].tolist(), {*catalog.keys}
+    unordered = [key for key in fused if not split_state(key, keys)[1]]
+    if unordered and not comm.position:
+        logger.warning(order_warning("the model", unordered))
     drift = "" if optimizer is None or comm.position else drift_warning(comm.ranks)
     if drift:
         logger.warning(drift)

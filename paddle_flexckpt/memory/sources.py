@@ -50,8 +50,12 @@ def check_layout(catalog: Catalog, context: str) -> Inspection:
     return layout
 
 
-def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, context: str, head: bytes = b"") -> None:
+def check_state(
+    describe: Callable[[], Mapping[str, Any]], comm: Communicator, context: str, head: bytes = b""
+) -> Catalog:
     """Check that all ranks' shards, which ``describe`` gives, can be saved. One collective; no value is read.
+
+    Return their catalog.
 
     ``head`` is compared with that of the other ranks.
 
@@ -64,8 +68,9 @@ def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, c
         return None, join((head, encode_catalog(open_state(describe(), comm.rank).catalog)))
 
     _, answers = comm.together(own, context)
-    catalogs = check_heads(answers, context, comm.ranks)[0]
-    check_layout(concat([decode_catalog(catalog) for catalog in catalogs]), context)
+    catalog = concat([decode_catalog(each) for each in check_heads(answers, context, comm.ranks)[0]])
+    check_layout(catalog, context)
+    return catalog
 
 
 def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, context: str) -> Inspection:

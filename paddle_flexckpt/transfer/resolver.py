@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, may_be_fused, validate_shards
+from paddle_flexckpt.catalog import (
+    NATURAL,
+    Catalog,
+    Problem,
+    ValidationError,
+    may_be_fused,
+    sound_fused,
+    validate_shards,
+)
 from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.transfer.codes import Codes
 from paddle_flexckpt.transfer.fused import FusedMismatch, find_mismatch
@@ -195,6 +203,7 @@ class _Resolver:
         # In reverse, so that the first row of each key stays.
         self._first_row[source.key[::-1]] = np.arange(len(source))[::-1]
         self._unordered = may_be_fused(source)
+        self._may_move = self._unordered | sound_fused(source)
         # Targets that statements make are in the order that these give them.
         self._mends = options.fused == "convert" and targets.mapping is None
         self._copied: dict[str, str] = {}
@@ -268,7 +277,7 @@ class _Resolver:
             number[[key in self._counted for key in target.keys]] = -1
         plain = number >= 0
         rows, number = np.flatnonzero(plain), number[plain]
-        ruled = are_ruled(target)[rows] | are_ruled(source)[number] | self._unordered[number]
+        ruled = are_ruled(target)[rows] | are_ruled(source)[number] | self._may_move[number]
         plain[rows] = have_same_form(target, rows, source, self._first_row[number]) & ~ruled
         return plain
 
@@ -357,14 +366,14 @@ class _Resolver:
             return resolved._replace(problem=mismatch.problem(other_name))
         if mismatch is not None:
             return resolved._replace(problem=mismatch)
-        if self._unordered[number] and self._is_cut_otherwise(row, number):
+        if self._may_move[number] and self._is_cut_otherwise(row, number):
             return resolved._replace(maybe_fused=found)
         return resolved
 
     def _is_cut_otherwise(self, row: int, number: int) -> bool:
         """Return whether a target without a rule is cut otherwise, along its last axis, than the source's shards."""
-        order = self._catalog.order(row)
-        if order is not None and order.axis is not None:
+        here, there = self._catalog.order(row), self._source.order(number)
+        if any(each is not None and each.axis is not None for each in (here, there)) or here == there == NATURAL:
             return False
         return bool(self._catalog.shape[row, -1] != self._source.shape[self._first_row[number], -1])
 

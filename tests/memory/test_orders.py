@@ -426,3 +426,58 @@ def test_a_rule_that_the_load_forgot_is_an_error_also_where_the_source_is_whole(
     assert all(isinstance(outcome, fc.ValidationError) for outcome in outcomes), outcomes
     (text,) = {str(outcome) for outcome in outcomes}
     assert "a parameter is fused in the source" in text and "Remedy (FC207): mark it" in text
+
+
+# -- what a name says -------------------------------------------------------------------------------------------------
+
+
+def plain(key, degree, rank, order="cut"):
+    """A part of a column-parallel weight, or all of it."""
+    whole = np.arange(24, dtype=np.float32).reshape(2, 12)
+    values = np.ascontiguousarray(np.split(whole, degree, axis=1)[rank])
+    fused = {"cut": None, "natural": fc.FusedAxis(1, None, parts=1)}[order]
+    return fc.ShardedWeight(key, values, values.shape, (2, 12), (0, rank * 12 // degree), fused=fused)
+
+
+@pytest.mark.parametrize(("key", "degrees", "told"), [
+    ("h.0.attn.qkv.weight", (2, 3), True), ("h.0.query_key_value.weight", (2, 1), True),
+    ("c_attn.weight", (1, 2), True), ("mlp.gate_up_fused_proj.weight", (2, 3), True),
+    ("mlp.up_gate_proj.weight.moment1_0", (2, 1), True), ("h.0.attn.qkv.weight", (2, 2), False),
+    ("h.0.attn.q.weight", (2, 3), False), ("vec_attn.weight", (2, 1), False),
+])  # fmt: skip
+def test_a_name_of_a_fused_parameter_is_told_of_where_the_degree_changes(tmp_path, caplog, key, degrees, told):
+    before, after = degrees
+    SimulatedWorld(before).run(lambda comm: fc.save_state_dict({key: plain(key, before, comm.rank)}, tmp_path, comm))
+
+    def load(comm, **options):
+        target = plain(key, after, comm.rank)
+        target.local_tensor[:] = -1
+        report = fc.load_state_dict({key: target}, tmp_path, comm, optimizer_states="ignore", **options)
+        return report.maybe_fused, target.local_tensor.tolist()
+
+    expected = [([key] * told, plain(key, after, rank).local_tensor.tolist()) for rank in range(after)]
+    assert SimulatedWorld(after).run(load) == expected
+    assert (key in "".join(warnings(caplog))) == told
+    if told and not key.endswith("_0"):  # and not where a statement says it
+        caplog.clear()
+        SimulatedWorld(after).run(lambda comm: load(comm, aoa_config=[f"{key} -> {key}, fused_ffn"]))
+        assert warnings(caplog) == []
+
+
+def test_in_natural_order_by_a_rule_nothing_is_told(tmp_path, caplog):
+    key = "attn.qkv.weight"
+    SimulatedWorld(2).run(lambda comm: fc.save_state_dict({key: plain(key, 2, comm.rank, "natural")}, tmp_path, comm))
+    target = {key: plain(key, 1, 0)}
+    assert fc.load_state_dict(target, tmp_path, solo()).maybe_fused == warnings(caplog) == []
+
+
+def test_a_check_tells_of_a_name_of_a_fused_parameter_without_a_rule(caplog):
+    for order, told in (("cut", ["attn.qkv.weight"]), ("natural", [])):
+        caplog.clear()
+
+        def check(comm, order=order):
+            state = {key: plain(key, 2, comm.rank, order) for key in ("attn.qkv.weight", "attn.qkv.weight.moment1_0")}
+            fc.check({**state, "up.weight": plain("up.weight", 2, comm.rank)}, process_group=comm)
+
+        SimulatedWorld(2).run(check)
+        assert [text.partition("These are: ")[2] for text in warnings(caplog)] == told
