@@ -76,6 +76,7 @@ def read_config(aoa_config: AoaConfig | Statements) -> Statements:
     value: Any = aoa_config
     if isinstance(aoa_config, (str, os.PathLike)):
         value = _from_text(os.fspath(aoa_config))
+    value = inner_config(value)
     if isinstance(value, (list, tuple)):
         value = {"aoa_statements": list(value)}
     if not isinstance(value, Mapping):
@@ -91,6 +92,11 @@ def read_config(aoa_config: AoaConfig | Statements) -> Statements:
             raise _malformed(f"{key} has to be true or false; got {value[key]!r}")
     rules = value if isinstance(value, FamilyRules) and set(value) == {"aoa_statements"} else None
     return Statements(tuple(statements), bool(value.get("aoa_config_reverse", False)), rules=rules)
+
+
+def inner_config(value: Any) -> Any:
+    """Return a configuration without the key ``aoa_config`` around it, as files of trainers have it."""
+    return value["aoa_config"] if isinstance(value, Mapping) and set(value) == {"aoa_config"} else value
 
 
 def _malformed(text: str) -> AoaError:

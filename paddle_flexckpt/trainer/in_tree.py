@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paddle_flexckpt.aoa.statements import KEYS, read_config
+from paddle_flexckpt.aoa.statements import KEYS, inner_config, read_config
 from paddle_flexckpt.catalog import AoaError, CheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
@@ -116,6 +116,7 @@ def _statements(aoa_config: Any) -> Any:
 
     Libraries have one list of statements for several models.
     """
+    aoa_config = inner_config(aoa_config)
     if isinstance(aoa_config, Mapping):
         unknown = sorted(str(key) for key in aoa_config if key not in KEYS)
         if unknown:

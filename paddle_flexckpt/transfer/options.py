@@ -91,7 +91,10 @@ class Options:
     """
 
     def __post_init__(self) -> None:
-        """Convert integers and booleans of numpy to Python's own."""
+        """Convert numpy's integers and booleans to Python's, and None to the default where Paddle's calls take it."""
+        for each in fields(self):
+            if each.name in ("coordinator_rank", "offload") and getattr(self, each.name) is None:
+                object.__setattr__(self, each.name, each.default)
         for name, value in vars(self).items():
             if isinstance(value, (np.integer, np.bool_)):
                 object.__setattr__(self, name, value.item())

@@ -326,10 +326,15 @@ class TestNames:
         config = {"aoa_statements": texts, "enable_traceback": True, "aoa_config_reverse": False}
         (tmp_path / "aoa.json").write_text(json.dumps(config))
         (tmp_path / "aoa.yaml").write_text("aoa_statements:\n  - a -> b\n")
-        for given in (config, json.dumps(config), str(tmp_path / "aoa.json"), tmp_path / "aoa.yaml"):
+        (tmp_path / "outer.yaml").write_text("aoa_config:\n  aoa_statements:\n    - a -> b\n")
+        (tmp_path / "list.yaml").write_text("aoa_config:\n  - a -> b\n")
+        files = [tmp_path / name for name in ("aoa.json", "aoa.yaml", "outer.yaml", "list.yaml")]
+        for given in (config, {"aoa_config": config}, json.dumps({"aoa_config": config}), str(files[0]), *files):
             assert_equal(run((), {"a": A}, {"b": room(4, 6)}, config=given), {"b": A})
         with pytest.raises(AoaError, match="unknown keys"):
             run((), {"a": A}, {"b": room(4, 6)}, config={**config, "statements": []})
+        with pytest.raises(AoaError, match=r"unknown keys \['aoa_config'\]"):
+            run((), {"a": A}, {"b": room(4, 6)}, config={**config, "aoa_config": config})
 
     def test_without_a_destination_the_outputs_are_derived(self):
         mapping = compiled(["a -> t", "t^T -> x", "b -> _"], {"a": A, "b": B, "c": A, "a.moment1_0": A}, None)

@@ -290,7 +290,7 @@ def test_patterns_without_a_match_and_unknown_keys_are_warned_of_by_name(tmp_pat
     dist.save_state_dict({"m.0.w": paddle.full([3, 2], 2.0), "b": paddle.ones([1])}, str(tmp_path / "back"))
     for load in (
         lambda: dist.load_state_dict(target, str(tmp_path), aoa_config=config),
-        lambda: dist.load_merged_state_dict(str(tmp_path), aoa_config=config),
+        lambda: dist.load_merged_state_dict(str(tmp_path), aoa_config={"aoa_config": config}),
         lambda: dict(in_tree.full_param({"l.0.w": paddle.ones([2, 3]), "b": paddle.ones([1])}, config)),
         lambda: dist.load_state_dict(before, str(tmp_path / "back"), aoa_config={**config, "aoa_config_reverse": True}),
     ):

@@ -89,6 +89,19 @@ def test_another_type_is_refused(tmp_path, monkeypatch, name, argument, wrong):
     assert {each: each.is_file() and each.read_bytes() for each in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize(("name", "argument"), [
+    (name, argument) for name, call in calls() if name not in LEFT_OUT
+    for argument in ("coordinator_rank", "offload") if argument in inspect.signature(call).parameters
+])  # fmt: skip
+def test_none_is_the_default_where_paddles_calls_allow_it(tmp_path, monkeypatch, name, argument):
+    monkeypatch.chdir(tmp_path)
+    fc.save("P", state=STATE, **ALONE)
+    owner, _, method = name.partition(".")
+    call = getattr(fc, owner) if not method else getattr(getattr(fc, owner)(**GOOD[owner]), method)
+    result = call(**{**GOOD[name], argument: None})
+    list(result if name == "full_param" else ())
+
+
 def test_integers_and_truth_values_of_numpy_are_taken():
     sampler = fc.ElasticBatchSampler(**{**SIZES, "batch_size": np.int64(2), "shuffle": np.bool_(True)})
     sampler.advance(np.int32(3))
