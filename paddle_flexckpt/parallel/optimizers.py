@@ -26,6 +26,7 @@ from paddle_flexckpt.parallel.slices import (
     identity,
     is_small,
     parameter_name,
+    refuse_history,
     shaped_view,
     slice_ranges,
     stepped_parameters,
@@ -281,6 +282,8 @@ def describe_states(
     Raises:
         ValueError: A state's parameter is not in the model, or its shape does not fit.
     """
+    if flat_ranges:
+        refuse_history(optimizer)
     # Stage 3 makes masters for every half-precision parameter; without multi_precision no step uses them.
     masters = getattr(optimizer, "_master_weights", {}) if getattr(optimizer, "_multi_precision", True) else {}
     owner = {master.name: name for name, master in masters.items()}

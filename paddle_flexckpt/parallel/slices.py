@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paddle_flexckpt.optimizer_states import HISTORY
 from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
 from paddle_flexckpt.sharded_weight import MasterSlice, ShardedWeight
 
@@ -239,6 +240,16 @@ def _slice_of_gathered(optimizer: Any, parameter: str) -> Any:
 # -- fully_shard on a mesh ---------------------------------------------------------------------------------------------
 
 
+def refuse_history(optimizer: Any) -> None:
+    """Raise ValueError for an ASGD that steps slices: its history has an axis of its own before that of the slice."""
+    if getattr(optimizer, "_y_acc_str", None) == HISTORY:
+        raise ValueError(
+            "ASGD keeps a history of gradients, which cannot be described where ranks step slices of parameters "
+            "(sharding V2, stage 3, fused buffers). Remedy (FC805): use stage 2, or sharding V1 without tensor_fusion; "
+            "or another optimizer"
+        )
+
+
 @dataclass
 class StateTables:
     """An optimizer's tables, named as Paddle's are, keyed by parameter names in place of buffer names."""
@@ -255,6 +266,7 @@ class StateTables:
         All its parameters share one tensor for the numbers of a buffer (powers of beta), so that a load into it needs
         equal numbers. States of a buffer with a master weight are under the master's name.
         """
+        refuse_history(optimizer)
         self.ranges.update({parameter: flat.elements for parameter, flat in slots.items()})
         if master is not None:
             for parameter, flat in slots.items():

@@ -583,6 +583,37 @@ def warned_by_check(model, optimizer):
     return texts
 
 
+def history(kind, directory):
+    """What a check says of ASGD before the first step; and if it says nothing, a save after it."""
+    fc.install()
+    if kind in ("stage2", "stage3"):
+        from paddle.distributed.sharding import group_sharded_parallel
+
+        cpu_world.reset_fleet()
+    else:
+        strategy = fleet.DistributedStrategy()
+        for option in FUSED_V1.get(kind, ()):
+            setattr(strategy.hybrid_configs["sharding_configs"], option, True)
+        cpu_world.init_fleet(sharding=2, split_param=kind == "v2", strategy=strategy)
+    with paddle.utils.unique_name.guard():
+        net = Net("", "float32", False)
+    inner = paddle.optimizer.ASGD(0.01, parameters=[p for p in net.parameters() if not p.stop_gradient])
+    if kind in ("stage2", "stage3"):
+        level = {"stage2": "os_g", "stage3": "p_g_os"}[kind]
+        model, optimizer, _ = group_sharded_parallel(net, inner, level, segment_size=SEGMENT)
+    else:
+        model, optimizer = fleet.distributed_model(net), fleet.distributed_optimizer(inner)
+    try:
+        fc.check(model, optimizer)
+    except fc.CheckpointError as error:
+        return str(error)
+    (model(paddle.ones([2, INPUTS])) ** 2).mean().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    fc.save(f"{directory}/{kind}", model=model, optimizer=optimizer)
+    return None
+
+
 def beside_v2(directory, axis, averages):
     """What a check and a save say of a job of sharding V2 beside another axis, before any step and after one.
 
@@ -895,6 +926,15 @@ def test_what_cannot_be_described_is_refused(world2):
     for text, followed in world2.run(refused, kind="groups"):
         assert "parameter groups" in text and followed
         advised("parallel/sharding.py", "one list of parameters, and weight decay by", text)
+
+
+def test_a_check_refuses_asgd_where_ranks_step_slices(world2, tmp_path):
+    for kind in ("v2", "stage3", "v1fused"):
+        for text in world2.run(history, kind=kind, directory=str(tmp_path)):
+            advised("parallel/slices.py", "use stage 2, or sharding V1 without tensor_fusion", text)
+    for kind in ("v1", "stage2"):
+        assert world2.run(history, kind=kind, directory=str(tmp_path)) == [None, None]
+        assert any(key.endswith("weight.y_0") for key in fc.load_merged_state_dict(str(tmp_path / kind)))
 
 
 @pytest.mark.parametrize("axis", ["dp", "sep"])
