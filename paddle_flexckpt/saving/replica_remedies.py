@@ -67,56 +67,49 @@ def about_keys(names: Mapping[int, str], keys: Collection[str]) -> dict[int, Abo
     return {line: About(bool(parts[line][1]), len(own.get(names[line], "")) > 1, stepped) for line in kept}
 
 
-# The axes beside sharding V2 over which fleet does not average its gradients, in words.
-_AXES = {"data": "data", "sep": "segment"}
+def drift_remedy(ranks: Collection[int], may_be_tied: bool = True) -> str:
+    """Return the remedy where Paddle itself lets replicas on these ranks drift apart; else an empty text.
 
-
-def _differing_axes(ranks: Collection[int]) -> tuple[list[str], bool]:
-    """Return the axes in which ranks under sharding V2 differ, and whether its collectives overlap the backward."""
+    Sharding V2 updates slices of parameters, whose gradients fleet does not average over data and segment parallelism,
+    nor, if its collectives overlap the backward, over the stages of a tied weight (``may_be_tied``).
+    """
     hcg = getattr(sys.modules.get("paddle.distributed.fleet.base.topology"), "_HYBRID_PARALLEL_GROUP", None)
     topology = getattr(hcg, "_topo", None)
-    if hcg is None or topology is None or hcg.get_sharding_parallel_world_size() == 1:
-        return [], False
+    if hcg is None or topology is None:
+        return ""
     from paddle.distributed import fleet
 
     strategy = getattr(fleet.fleet, "_user_defined_strategy", None)
     if strategy is None or not strategy.hybrid_configs["sharding_configs"].split_param:
-        return [], False
-    coordinates = [topology.get_coord(rank) for rank in ranks]
-    axes = [name for name in (*_AXES, "pipe") if len({getattr(each, name, 0) for each in coordinates}) > 1]
-    return axes, bool(strategy.hybrid_configs["pp_configs"].sharding_comm_overlap)
-
-
-def drift_remedy(ranks: Collection[int]) -> str:
-    """Return the remedy where Paddle itself lets replicas on these ranks drift apart; else an empty text.
-
-    Sharding V2 updates slices of parameters, whose gradients fleet does not average over data and segment parallelism,
-    nor, if its collectives overlap the backward, over the stages of a tied weight.
-    """
-    axes, overlaps = _differing_axes(ranks)
-    beside = " and ".join(_AXES[name] for name in axes if name in _AXES)
-    if beside:
-        return (
-            f"sharding V2 (split_param=True) beside {beside} parallelism: fleet does not average its gradients over "
-            "these ranks, so that each trains another model from the first step on. Begin again from a checkpoint that "
-            "was saved before that step, and shard over all of these ranks (dp_degree=1, sep_degree=1), or use V1, or "
-            "average the gradients over these ranks before step(), as PaddleNLP's trainer does"
-        )
-    if not (axes and overlaps):
         return ""
-    return (
+    coordinates = [topology.get_coord(rank) for rank in ranks]
+    axes = {"data": "data", "sep": "segment"}
+    beside = [word for name, word in axes.items() if len({getattr(each, name, 0) for each in coordinates}) > 1]
+    overlaps = strategy.hybrid_configs["pp_configs"].sharding_comm_overlap and may_be_tied
+    are_tied = overlaps and len({getattr(each, "pipe", 0) for each in coordinates}) > 1
+    if hcg.get_sharding_parallel_world_size() == 1 or not (beside or are_tied):
+        return ""
+    remedy = (
         "sharding V2 (split_param=True) with sharding_comm_overlap: the copies of a tied weight on several stages of a "
         "pipeline drift apart from the first step on. Begin again from a checkpoint that was saved before that step, "
         "without sharding_comm_overlap"
     )
+    if not beside:
+        return remedy
+    remedy = (
+        f"sharding V2 (split_param=True) beside {' and '.join(beside)} parallelism: fleet does not average its "
+        "gradients over these ranks, so that each trains another model from the first step on. Begin again from a "
+        "checkpoint that was saved before that step, and shard over all of these ranks (dp_degree=1, sep_degree=1), "
+        "or use V1, or average the gradients over these ranks before step(), as PaddleNLP's trainer does"
+    )
+    return remedy
 
 
 def drift_warning(ranks: Collection[int]) -> str:
     """Return what a check says where Paddle itself lets replicas on these ranks drift apart; else an empty text.
 
-    It is no error: the program may average the gradients, which no description shows. Nor does one show which stages
-    of a pipeline have a tied weight.
+    It is no error: the program may average the gradients, which no description shows.
     """
+    remedy = drift_remedy(ranks, may_be_tied=False)
     what = "the replicas of these ranks drift apart, unless the program averages the gradients itself"
-    is_known = any(name in _AXES for name in _differing_axes(ranks)[0])
-    return str(Problem(what, code="FC106", remedy=drift_remedy(ranks))) if is_known else ""
+    return str(Problem(what, code="FC106", remedy=remedy)) if remedy else ""
