@@ -154,6 +154,7 @@ class CheckpointManager:
         self._closed = True
         self._signals.close(self.should_stop)
         self._memory.release()
+        self._steps.release()
 
     @property
     def preempted(self) -> bool:
@@ -172,13 +173,13 @@ class CheckpointManager:
         :meth:`save` then saves the step to the root, to the ``memory``, or to both, as their policies want. It is False
         for the step that was saved or restored last. One small collective; none with ``preemption_signals=()`` and
         policies that need no clock; one more if a policy of ``memory`` needs one, and in the first call, in which the
-        coordinator looks whether the root can be written to, and whether it has steps of another run.
+        coordinator takes the root, if it can be written to, and has no steps of another run.
 
         Args:
             step: The step that has just ended.
 
         Raises:
-            ValidationError: Ranks are at different steps, or the root has steps of another run, or is not writable.
+            CheckpointError: Ranks are at different steps, or the root is another run's or start's, or not writable.
         """
         self._check_open()
         step, context = plain_integer(step), f"cannot decide about saving in {self.path!r}"

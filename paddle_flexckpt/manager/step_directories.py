@@ -22,7 +22,7 @@ from paddle_flexckpt.catalog.errors import TakenError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.manager.anchor import ANCHOR, AnchorFile
-from paddle_flexckpt.manager.identities import identify_run, of_one_run
+from paddle_flexckpt.manager.identities import RunLock, identify_run, of_one_run
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
 from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interrupted, name_of, page_of, report_of
 from paddle_flexckpt.manager.step_listing import StepListing
@@ -73,8 +73,9 @@ class StepDirectories:
         self._cache: dict[int, _CachedStep] = {}
         # Steps with a checkpoint whose directory has no leftovers of dead saves, until the next save of the step.
         self._cleaned: set[int] = set()
-        # The steps that were here when this run began to save, and those that it has saved since.
-        self._own: set[int] = set()
+        # The steps that were here at the last restore, and those that this start has saved.
+        self._seen: set[int] = set()
+        self._lock = RunLock(self._root)
         self.run: str | None = None
 
     def directory(self, step: int) -> Backend:
@@ -170,6 +171,7 @@ class StepDirectories:
             CorruptCheckpointError: The best cannot be told, as one is damaged, and there may be no other.
         """
         steps, damaged = self._listing.steps(), dict[int, str]()
+        self._seen |= {*steps}
         begun = self._listing.begun()
         if which == "latest":
             damaged = self._listing.lost_above({*steps, *in_memory}, fails=not (fallback and steps))
@@ -224,29 +226,38 @@ class StepDirectories:
             )
         return best_first(records, best.metric, best.mode), damaged
 
-    def find_run(self, step: int, restored: Which | None, run: str = "") -> str:
-        """Return the identity of the run that saves ``step`` first, now or later, as :func:`identify_run` does."""
-        known = self.look_at(self._listing.steps())
+    def find_run(self, step: int, restored: Which | None, run: str = "") -> None:
+        """Hold the root for the run that saves ``step`` first, now or later; errors as of :func:`identify_run`."""
+        known = self._hold_for(step, restored, run)[0]
         if restored is None and not known:
             self._listing.tell_of_new_run()
-        return self._identify(known, step, restored, run)
 
-    def _identify(self, known: Mapping[int, _CachedStep], step: int, restored: Which | None, run: str) -> str:
+    def _hold_for(self, step: int, restored: Which | None, run: str) -> tuple[dict[int, _CachedStep], str]:
+        """Hold the root for the run that saves ``step``; return what is known of the steps there, and its identity."""
         if isinstance(self._root, LocalBackend):
             self._root.check_writable()
-        if restored is None and not known:
-            self._listing.lost_above((), fails=True)  # they are not known to be of another run
-            self._listing.check_no_checkpoint()
-        return identify_run(self.path, known, _identities(known), step, restored, run)
+        self._lock.hold()
+        try:
+            known = self.look_at(self._listing.steps())
+            if restored is None and not known:
+                self._listing.lost_above((), fails=True)  # they are not known to be of another run
+                self._listing.check_no_checkpoint()
+            return known, identify_run(self.path, known, _identities(known), step, restored, run, self._seen)
+        except BaseException:
+            self._lock.release()  # who is refused keeps nobody else away
+            raise
+
+    def release(self) -> None:
+        """Give the root back, for the next start."""
+        self._lock.release()
 
     def begin_run(self, step: int, restored: Which | None, run: str = "") -> str:
         """Begin to save the steps of a run; return its identity, as :func:`identify_run` does.
 
         Of higher steps of this run there is a warning: a later restore of the latest takes them.
         """
-        self._own |= {*self._listing.directories()}
-        known = self.look_at(self._listing.steps())
-        self.run = run = self._identify(known, step, restored, run)
+        known, run = self._hold_for(step, restored, run)
+        self.run = run
         left = [str(each) for each in _identities(known) if each > step]
         if left:
             logger.warning(
@@ -292,8 +303,10 @@ class StepDirectories:
             ValidationError: There is a checkpoint of this step, and ``replace`` is False.
             OSError: The rest of an interrupted removal could not be removed.
         """
+        if self._lock.hold():  # it was lost meanwhile
+            self._hold_for(step, "latest", self.run or "")
         self._cleaned.discard(step)
-        self._own.add(step)
+        self._seen.add(step)
         names = self._root.names()
         if step in interrupted(names):
             self._removal.finish(step)
@@ -355,14 +368,6 @@ class StepDirectories:
                 attempt(self._removal.remove_dead_save, step)
         records, damaged = self.records()
         self._cleaned = {record.step for record in records} - {*busy}
-        others = sorted({record.step for record in records} - self._own)
-        if others and self._own:
-            self._own |= {*others}
-            logger.warning(
-                f"{self.path} has steps {', '.join(map(str, others[:9]))}, which another job has saved there since "
-                "this one began: each removes what its own policies do not keep. Remedy (FC403): end one of the two "
-                "jobs; let each save to a directory of its own"
-            )
         # For these no warning was logged, as they may be readable the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
         records = [record for record in records if record.run == self.run]

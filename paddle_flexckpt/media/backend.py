@@ -183,8 +183,8 @@ class SaveLock(Lock):
 class Locks:
     """The locks of one directory: one for savers, and one for each file, shared by readers, exclusive for removal."""
 
-    def take(self) -> SaveLock:
-        """Take the save lock.
+    def take(self, times: float = 1.0) -> SaveLock:
+        """Take the save lock; a lease is of so many ``times`` its usual time.
 
         Raises:
             CheckpointError: Another saver has it.

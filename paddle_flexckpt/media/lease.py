@@ -33,6 +33,8 @@ logger = logging.getLogger("paddle_flexckpt")
 
 LEASE_FILE = ".lease"
 LEASE_SECONDS = 30.0
+# A run holds its root by a lease of so many times this: its training may keep the interpreter from renewing it.
+TIMES_OF_A_RUN = 4.0
 # Renewals in the lease's time: some may be late.
 _RENEWALS = 6
 # Looks of a watcher in the lease's time.
@@ -262,15 +264,15 @@ class LeaseLocks(Locks):
         """Implement the base class: a lease can, a lock of the kernel cannot."""
         return self._lease is not None
 
-    def take(self) -> SaveLock:
+    def take(self, times: float = 1.0) -> SaveLock:
         """Take the save lock, once a lease that nobody renews has expired; errors as of the base class.
 
         Raises:
             OSError: The medium failed.
         """
-        claim = Claim(os.urandom(16).hex(), socket.gethostname(), os.getpid(), 0, self._seconds)
+        claim = Claim(os.urandom(16).hex(), socket.gethostname(), os.getpid(), 0, times * self._seconds)
         if not self._obtain(claim):
-            time.sleep(_settling_seconds(self._seconds))
+            time.sleep(_settling_seconds(claim.seconds))
             winner = Claim.decode(_read(self._backend))
             if winner is None or winner.token != claim.token:
                 raise self._busy(winner)
@@ -295,12 +297,12 @@ class LeaseLocks(Locks):
                 watched, since = found, now
             elif found != watched:
                 raise self._busy(other)
-            elif now - since >= max(self._seconds, other.seconds if other else 0.0):
+            elif now - since >= max(claim.seconds, other.seconds if other else 0.0):
                 logger.warning(f"{self._backend.path}: a lease of {other} has run out and is taken over")
                 self._wrote_at = _now()
                 write_file(self._backend, LEASE_FILE, claim.encode())
                 return False
-            time.sleep(self._seconds / _LOOKS)
+            time.sleep(claim.seconds / _LOOKS)
 
     def _is_alone(self, claim: Claim) -> bool:
         """Return whether the store refuses to create a lease twice. The first saver of each store tries this out."""

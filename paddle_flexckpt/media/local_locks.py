@@ -128,7 +128,7 @@ class LocalLocks(LeaseLocks):
         self._enabled = enabled
         self.identity = identity
 
-    def take(self) -> SaveLock:
+    def take(self, times: float = 1.0) -> SaveLock:
         """Take a lock of the directory, or a lease where the file system has no locks; errors as of the base class."""
         self.identity = self._found_identity()
         if not self._enabled:
@@ -140,7 +140,7 @@ class LocalLocks(LeaseLocks):
                 raise
             reason = os.strerror(error.errno)
         logger.info(f"the file system of {self._backend.path} has no locks ({reason}): a lease is taken instead")
-        return super().take()
+        return super().take(times)
 
     def is_taken(self) -> bool | None:
         """Implement the base class."""

@@ -10,6 +10,7 @@ import numpy as np
 import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.manager import KeepLatest, RestoreReport
+from paddle_flexckpt.manager.identities import OWNER
 from paddle_flexckpt.manager.step_directories import StepDirectories
 from tests.native.samples import flip
 from tests.saved import data_file, short_names
@@ -62,15 +63,21 @@ def data_of(root, step: int, rank: int = 0) -> Path:
 
 
 def tree(root) -> list[str]:
-    """All files and empty directories below a root, by short names, but for Paddle's own loader's beside others."""
+    """All files and empty directories below a root, by short names, but for its owner's, and Paddle's beside others."""
     found = []
     for path, directories, files in os.walk(root):
         below = os.path.relpath(path, root)
+        files = [name for name in files if name != OWNER]
         listed = [name for name in files if name != PADDLE_METADATA] or files
         found += [os.path.normpath(os.path.join(below, name)) for name in listed]
         if not directories and not files and below != ".":
             found.append(f"{below}/")
     return short_names(found)
+
+
+def listed(root) -> list[str]:
+    """The names in a root, but for its owner's."""
+    return sorted({*os.listdir(root)} - {OWNER})
 
 
 def files_of(step: int, number: int = 1) -> list[str]:

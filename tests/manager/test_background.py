@@ -5,7 +5,6 @@ The writer process is stopped where a save must not be complete yet.
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import numpy as np
@@ -20,7 +19,7 @@ import paddle_flexckpt.manager.storage_saves as saves_module
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.saving.sliced_saves import SlicedSave
-from tests.manager.samples import directory_of, empty, files_of, manager_of, restore, save, tree
+from tests.manager.samples import directory_of, empty, files_of, listed, manager_of, restore, save, tree
 
 
 def fail(root, stopped, manager, step: int) -> fc.SaveHandle:
@@ -119,7 +118,7 @@ def test_a_failure_is_an_error_of_the_next_call_and_only_of_that(tmp_path, write
         calls[call]()
     assert handle.seen
     if call in ("wait", "restore", "close"):
-        assert os.listdir(tmp_path) == ["step_00000001"]  # no empty directory is left
+        assert listed(tmp_path) == ["step_00000001"]  # no empty directory is left
     if call == "close":
         with pytest.raises(fc.ValidationError, match="has been closed"):
             manager.wait()

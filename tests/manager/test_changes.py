@@ -33,6 +33,7 @@ from tests.manager.samples import (
     empty,
     files_of,
     flip_values,
+    listed,
     manager_of,
     restore,
     save,
@@ -287,7 +288,7 @@ def test_the_note_of_a_removal_that_never_began_goes_alone(tmp_path):
     with manager_of(tmp_path, keep=KeepLatest(5)) as manager:
         restore(manager)
         save(manager, 2)
-    names = sorted(os.listdir(tmp_path))
+    names = listed(tmp_path)
     assert names == ["step_00000001", "step_00000001.html", "step_00000001.report.json", "step_00000002"]
     assert restore(manager_of(tmp_path), 1)[:2] == (1, 1)
 

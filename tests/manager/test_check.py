@@ -12,6 +12,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.run_state import collect_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.documents import docstring_block
+from tests.manager.samples import listed
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ def test_the_words_are_those_of_the_save(tmp_path, case):
         assert str(error.value).startswith("cannot save")
         texts.add(str(error.value).partition(": ")[2])
     assert len(texts) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert listed(tmp_path) == []
 
 
 def rows(comm, start, value=1.0):

@@ -26,7 +26,7 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord
-from tests.manager.samples import files_of, tree
+from tests.manager.samples import files_of, listed, tree
 from tests.native.samples import flip
 from tests.remedies.following import advised, provoked
 
@@ -170,7 +170,7 @@ def saved(run):
 
 def test_steps_go_where_they_are_wanted(saved):
     assert [saved.steps(node) for node in range(4)] == [["a/12"]] * 4
-    assert sorted(os.listdir(saved.root)) == ["run.json", "step_00000010"]
+    assert listed(saved.root) == ["run.json", "step_00000010"]
     run = json.loads(Path(saved.root, "run.json").read_text("utf-8"))["run"]
     assert os.listdir(saved.memory(0)) == [run]
     assert one_of(saved.run(FOUR, looking)) == ([10, 12], 12)
@@ -210,7 +210,7 @@ def test_a_run_goes_on_after_the_restart(saved):
 
     assert one_of(saved.run(FOUR, go_on)) == (12, [14, 16, 18, 20])
     assert [saved.steps(node) for node in range(4)] == [["a/20"]] * 4, "the same run"
-    assert sorted(os.listdir(saved.root)) == ["run.json", "step_00000010", "step_00000020"]
+    assert listed(saved.root) == ["run.json", "step_00000010", "step_00000020"]
     report = one_of(saved.run(FOUR, resume()))
     assert (report.step, report.tier) == (20, "memory"), "of two that are as new, that in memory"
 
@@ -1062,7 +1062,7 @@ def test_a_preemption_signal_saves_to_the_root(nodes, monkeypatch):
 
     monkeypatch.setattr(PreemptionSignals, "received", property(lambda self: self._received))
     assert one_of(nodes.run(TWO, job)) == "SaveReport"
-    assert sorted(os.listdir(nodes.root)) == ["step_00000003"]
+    assert listed(nodes.root) == ["step_00000003"]
     assert not os.path.exists(nodes.memory(0))
 
 
@@ -1120,7 +1120,7 @@ def test_a_preemption_signal_saves_to_the_root_though_the_memory_fails(nodes, mo
 
     monkeypatch.setattr(PreemptionSignals, "received", property(lambda self: self._received))
     one_of(nodes.run(TWO, job, tier={"limit": 100}))
-    assert sorted(os.listdir(nodes.root))[-1] == "step_00000004"
+    assert listed(nodes.root)[-1] == "step_00000004"
 
 
 @pytest.mark.parametrize("step", [2, 10])
@@ -1146,7 +1146,7 @@ def test_a_step_that_nobody_has_asked_about_goes_to_the_root(nodes):
         manager.close()
 
     one_of(nodes.run(TWO, job))
-    assert sorted(os.listdir(nodes.root)) == ["step_00000002"]
+    assert listed(nodes.root) == ["step_00000002"]
 
 
 def test_retention_in_the_root_is_not_held_up(nodes):

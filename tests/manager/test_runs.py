@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -27,6 +29,14 @@ from tests.manager.samples import data_of, directory_of, empty, manager_of, rest
 from tests.native.samples import flip
 from tests.native.test_cleaner import begin
 from tests.remedies.following import advised, provoked
+
+# A file system that has no locks of directories.
+WITHOUT_LOCKS = """
+import errno, fcntl
+def flock(descriptor, operation):
+    raise OSError(errno.ENOLCK, "No locks available")
+fcntl.flock = flock
+"""
 
 
 def record_of(root, step: int) -> StepRecord:
@@ -136,14 +146,14 @@ def test_steps_of_another_run_that_are_too_many_to_list_are_told_by_its_name():
     steps = range(1, 301)
     known = {step: "ab" if step % 2 else "cd" for step in steps}
     with pytest.raises(fc.ValidationError) as caught:
-        identify_run("root", steps, known, 1, 1, "")
-    assert identify_run("root", steps, known, 301, 1, "") == "ab", "those below are left alone"
+        identify_run("root", steps, known, 1, 1, "", steps)
+    assert identify_run("root", steps, known, 301, 1, "", steps) == "ab", "those below are left alone"
     said = str(caught.value)
     assert ", 198, 200, ... 300 (all that flexckpt ls shows as of run cd). " in said and "202" not in said
     with pytest.raises(fc.ValidationError, match=r": 1, 2, 3\. "):
-        identify_run("root", (1, 2, 3), {1: None, 3: "cd"}, 4, None, "")
+        identify_run("root", (1, 2, 3), {1: None, 3: "cd"}, 4, None, "", ())
     with pytest.raises(fc.ValidationError, match=r"\(all that flexckpt ls shows as of run -, ab, cd\)"):
-        identify_run("root", steps, {**known, 300: None}, 301, None, "")
+        identify_run("root", steps, {**known, 300: None}, 301, None, "", ())
 
 
 def test_the_ways_out_lose_nothing(old, tmp_path):
@@ -498,33 +508,89 @@ def test_a_save_in_slices_that_cannot_be_finished_is_named(tmp_path, caplog, why
         assert manager_of(tmp_path / way).all_steps() == [7]
 
 
-def test_two_jobs_that_save_to_one_root_learn_of_each_other(tmp_path, caplog):
-    """A job was started again while its earlier start still runs: both go on with one run."""
+STARTS = """
+import sys
+import numpy as np
+import paddle_flexckpt as fc
 
-    def warnings() -> list[str]:
-        found = [each.message for each in caplog.records if "another job has saved" in each.message]
-        caplog.clear()
-        return found
+root, restores = sys.argv[1:]
+manager = fc.CheckpointManager(fc.open_storage(root, lease_seconds=1.0), save_when=fc.SaveEvery(1), preemption_signals=())
+state = {"w": np.zeros(2, np.float32)}
+step = manager.restore(state=state, rng=False).step if restores == "yes" else 0
+print("ready", flush=True)
+for line in sys.stdin:
+    step += 1
+    try:
+        if manager.should_save(step):
+            manager.save(step, state=state, rng=False)
+        print("saved", step, flush=True)
+    except fc.CheckpointError as error:
+        print(type(error).__name__, " ".join(str(error).split()), flush=True)
+"""
 
-    first = manager_of(tmp_path / "run", keep=KeepLatest(9))
-    save(first, 10)
-    second = manager_of(tmp_path / "run", keep=KeepLatest(9))
-    restore(second)
-    save(second, 15)
-    assert not warnings()
-    save(first, 20)
-    (warning,) = warnings()
-    assert "has steps 15, which another job has saved there since this one began" in warning
-    save(first, 30)
-    assert not warnings()  # once
-    save(second, 25)
-    (warning,) = warnings()
-    advised("manager/step_directories.py", "end one of the two jobs; let each save to a directory of its own", warning)
-    second.close()
-    save(first, 40)
-    (warning,) = warnings()
-    assert "has steps 25" in warning
-    other = manager_of(tmp_path / "other", keep=KeepLatest(9))
-    save(other, 1)
-    save(first, 50)
-    assert not warnings() and first.all_steps() == [10, 15, 20, 25, 30, 40, 50]
+
+class Start:
+    """A start of a job, in a process of its own, which does a step each time that it is asked to."""
+
+    def __init__(self, root, restores: str) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", STARTS, str(root), restores]
+        self.process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout.readline() == "ready\n"
+
+    def step(self) -> str:
+        print(file=self.process.stdin, flush=True)
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("restores", ["no", "yes"])
+def test_of_two_starts_at_once_one_saves_and_the_other_is_told_who(tmp_path, restores, locks, monkeypatch):
+    """A job was submitted twice, or is started again while its earlier start still runs."""
+    if not locks:
+        (tmp_path / "sitecustomize.py").write_text(WITHOUT_LOCKS)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    root, begun = tmp_path / "run", 0 if restores == "no" else 3
+    if begun:
+        with manager_of(root) as manager:
+            manager.save(begun, state={"w": np.zeros(2, np.float32)}, rng=False)
+        root = root.rename(tmp_path / "copy")  # a copy, or what was moved, is free
+    first, second = Start(root, restores), Start(root, restores)
+    try:
+        assert first.step() == f"saved {begun + 1}"
+        for _ in range(2):
+            said = second.step()
+            assert said.startswith("TakenError") and f"process {first.process.pid} on {socket.gethostname()}" in said
+            assert "has held it since" in said and "overwrite" not in said
+            advised("manager/identities.py", "end one of the two; or give this run another directory", said)
+        assert first.step() == f"saved {begun + 2}"
+        first.kill()
+        said = second.step()
+        assert said.startswith("ValidationError") and f"not restored: {begun + 1}, {begun + 2}. " in said
+        third = Start(root, "yes")
+        assert third.step() == f"saved {begun + 3}"
+        third.kill()
+    finally:
+        first.kill()
+        second.kill()
+
+
+def test_a_start_that_has_lost_its_root_looks_again_who_saves_there(tmp_path):
+    """Another directory has its place, in which another start has saved meanwhile."""
+    manager = manager_of(tmp_path / "run")
+    save(manager, 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    with manager_of(tmp_path / "other") as another:
+        restore(another)
+        save(another, 2)
+    (tmp_path / "run").rename(tmp_path / "old")
+    (tmp_path / "other").rename(tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(fc.ValidationError, match="has steps of another start, which this one has not restored: 2"):
+            save(manager, 3)
+    restore(manager)
+    save(manager, 3)
+    assert manager.all_steps() == [1, 2, 3]

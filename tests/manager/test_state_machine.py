@@ -42,7 +42,7 @@ from paddle_flexckpt.manager.policies import (
 from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from tests.manager.samples import directory_of, empty, values
+from tests.manager.samples import directory_of, empty, listed, values
 from tests.media.faults import FaultyFiles
 from tests.native.samples import flip
 from tests.property import examples
@@ -64,7 +64,7 @@ CALLS = st.one_of(st.integers(0, 40), st.integers(40, 70))
 
 
 def begin_run(self, step, restored, run) -> str:
-    self.run = "run"
+    self.run, self._lock.hold = "run", bool  # all managers are one start
     return self.run
 
 
@@ -394,7 +394,7 @@ class Managed(RuleBasedStateMachine):
             for _, held in self.held.values():
                 held.__exit__(None, None, None)
             StepDirectories(self.root).retain((), None, ())  # leftovers go
-            assert sorted(os.listdir(self.root)) == sorted(directory_of("", step).name for step in self.stored)
+            assert listed(self.root) == sorted(directory_of("", step).name for step in self.stored)
             # Whose files those of a damaged manifest are cannot be told.
             whole = [step for step, each in self.stored.items() if each.damage != "manifest"]
             left = [name for step in whole for name in os.listdir(directory_of(self.root, step))]

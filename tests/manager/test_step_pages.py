@@ -43,6 +43,7 @@ def test_without_being_asked_no_page_is_written_and_old_ones_go(tmp_path):
     save(manager, 1, version=7, overwrite=True)  # the page was of the other one
     assert not (tmp_path / "step_00000001.html").exists()
     save(first, 2)
+    restore(manager)
     save(manager, 3)
     assert tree(tmp_path) == files_of(3)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -18,7 +17,7 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery, SaveInterval
 from paddle_flexckpt.manager.step_contents import check_same_metrics
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.manager.samples import data_of, directory_of
+from tests.manager.samples import data_of, directory_of, listed
 from tests.native.samples import flip
 
 ROWS = 12
@@ -100,7 +99,7 @@ def test_metrics_that_differ_are_an_error_that_names_the_ranks(tmp_path):
     text = errors(3, job)
     assert "metrics: 'loss' differs between ranks (ranks 0-1: 1.5; rank 2: 2.5). Remedy" in text
     assert "same" not in text
-    assert os.listdir(tmp_path) == []
+    assert listed(tmp_path) == []
 
 
 def test_metrics_that_differ_on_many_ranks_are_a_short_error():
@@ -124,7 +123,7 @@ def test_values_that_differ_are_an_error_that_names_them(tmp_path, manages):
     assert len(re.findall(r"extra.names.run.{20,80}\.\.\. \(digest \w{8}\)", text)) == 2
     assert "extra.same" not in text and "lr_scheduler" not in text and "x" * 60 not in text
     assert "Remedy (FC502): call with the same arguments on every rank" in text
-    assert os.listdir(tmp_path) == []
+    assert listed(tmp_path) == []
 
 
 def test_schedules_that_differ_are_named(tmp_path):
@@ -169,7 +168,7 @@ def test_ranks_that_disagree_are_told_so(three):
 
     for job in (save_another, restore_another, fall_back_alone, ask_for_another, keep_otherwise, watch_alone):
         assert "ranks disagree: " in errors(2, job), job
-    assert sorted(os.listdir(three)) == [directory_of(three, step).name for step in (1, 2, 3)]
+    assert listed(three) == [directory_of(three, step).name for step in (1, 2, 3)]
 
 
 def test_what_one_rank_finds_wrong(three):

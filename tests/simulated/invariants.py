@@ -110,6 +110,8 @@ class Ledger(StoredCheckpoints):
         self.one_writer_dies = "one death" in scenario.habits
         self.leases_until = -1e9
         self._going: dict[tuple[str, int, int], bool] = {}
+        # When each start of a job had looked for steps.
+        self._looked: dict[tuple[str, int], float] = {}
 
     def violate(self, invariant: str, text: str) -> None:
         """Note a violation, at the call that is being made."""
@@ -191,6 +193,7 @@ class Ledger(StoredCheckpoints):
     ) -> None:
         """Note that a rank has restored a step, which began at ``since``, and has values of these versions."""
         self.restores += 1
+        self._looked[script.job.name, script.incarnation] = self._scheduler.now
         self._doubtful |= skipped.keys()
         self._scheduler.note(f"has restored step {step}" + (f", skipped {sorted(skipped)}" if skipped else ""))
         if self.disturbed and "verify" not in self._scenario.habits:
@@ -219,6 +222,7 @@ class Ledger(StoredCheckpoints):
 
     def found_nothing(self, script: Script) -> None:
         """Note that a rank was told that there is no step."""
+        self._looked[script.job.name, script.incarnation] = self._scheduler.now
 
     def told_of_memory(self, version: int, script: Script, error: str | None) -> None:
         """Note that a rank was told how its save to memory has ended, where there is one."""
@@ -366,6 +370,7 @@ class Ledger(StoredCheckpoints):
             return
         attempt, before = found.attempt, self.committed.get(directory)
         self._scheduler.note(f"commits {attempt}")
+        self._check_one_start(attempt)
         for rank, outcome in attempt.outcomes.items():
             if outcome is not None and not is_unknown(outcome):
                 self.violate(
@@ -389,6 +394,15 @@ class Ledger(StoredCheckpoints):
         self._committed_at[directory] = self._scheduler.now
         for path in found.files:
             self._owners[path] = directory
+
+    def _check_one_start(self, attempt: Attempt) -> None:
+        """Check that a save is not of a start beside which another one has saved, since it looked for steps."""
+        looked = self._looked.get((attempt.job, attempt.incarnation), attempt.begun)
+        for directory, known in self.committed.items():
+            other, at = known.attempt, self._committed_at[directory]
+            is_another = (other.job, other.incarnation) != (attempt.job, attempt.incarnation)
+            if is_another and other.begun > looked and at < attempt.begun:
+                self.violate("a root is one start's at a time", f"{attempt} follows {other}, which it has not restored")
 
     def look_again(self, directories: list[str]) -> None:
         """Check after a loss of power that what was reported done is there, and that what is there is whole."""

@@ -106,6 +106,7 @@ class MemoryLedger(Ledger):
 
     def found_nothing(self, script: Script) -> None:
         """Note that a rank was told that there is no step."""
+        super().found_nothing(script)
         self._check_newest(script, None, self._scheduler.now)
 
     def restored(

@@ -32,6 +32,8 @@ from tests.simulated.trees import fill
 # Where all jobs save: a directory of the shared file system, or of a bucket.
 ROOT = "/shared/run"
 _MOUNT = "/shared"
+# A root's lease, in seconds: steps take hours, and each renewal some calls.
+_LEASE_OF_A_RUN = 900.0
 # What changes of a file system do to a file that was there.
 _HOW = {
     "rename": "replaced",
@@ -153,6 +155,8 @@ class World:
             if self.store is not None:
                 install(self.store, undo)
             state = {**modules.process_state(self.scheduler), **sizes_for(self.scenario.habits)}
+            if self.scenario.storage in ("leased", "object"):
+                state["media.lease", "TIMES_OF_A_RUN"] = _LEASE_OF_A_RUN / self.scenario.lease_seconds
             with modules.simulated(self.scheduler, replaced, names, threads.replacement, state):
                 yield
         finally:

@@ -423,6 +423,15 @@ MISTAKES = {
             can_show=_has_parity,
         ),
         Mistake(
+            "root-is-everybodys",
+            "a start saves to a root that another one holds, which lives",
+            {
+                "manager.identities:RunLock.hold": wrong.held_by_everybody,
+                "manager.identities:identify_run": wrong.has_seen_all,
+            },
+            can_show=lambda case: case.scenario.jobs > 1,
+        ),
+        Mistake(
             "memory-old-first",
             "the steps in memory go before a newer one is whole there",
             {"manager.memory_steps:MemorySteps.save": wrong.old_steps_go_first},

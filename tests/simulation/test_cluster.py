@@ -44,6 +44,11 @@ def run(*options: str) -> str:
     return done.stdout
 
 
+def test_the_first_seeds() -> None:
+    seeds = ("--seeds", "100") if SECONDS else ("--first", "46", "--seeds", "1")
+    assert "violations: 0" in run(*seeds)
+
+
 def test_new_seeds() -> None:
     base = random.SystemRandom().randrange(1 << 40)
     print(f"base seed: {base}")
@@ -161,7 +166,7 @@ def test_the_loss_by_survivors_is_seen(seeds) -> None:
         )
         return Case(Scenario(seed, (3,), steps=1, step_seconds=1000.0, grace=300.0), faults)
 
-    cases = [case(seed, sends) for seed in range(seeds) for sends in range(4, 8)]
+    cases = [case(seed, sends) for seed in range(seeds) for sends in range(4, 9)]
     assert not any(simulate(each).violations for each in cases)
     with make("survivors-discard"):
         found = [found for each in cases for found in simulate(each).violations[:1]]

@@ -83,7 +83,7 @@ def test_errors_of_a_rank_that_are_not_the_librarys_own_are_seen():
 MEETINGS: dict[str, tuple[dict[str, Any], tuple[Fault, ...]]] = {
     "lease-not-renewed": (
         {"jobs": 2, "storage": "leased", "lease_seconds": 5.0},
-        (Fault("slow_call", 999.0, "storage", "data", seconds=100.0),),
+        (Fault("slow_call", 999.0, "storage", "data", seconds=1000.0),),
     ),
     "follower-not-durable": (
         {"is_async": True},
@@ -110,6 +110,7 @@ MEETINGS: dict[str, tuple[dict[str, Any], tuple[Fault, ...]]] = {
         (Fault("kill_writer", 999.0, "writer:0", "send", 18),),
     ),
     "discards-committed": ({}, (Fault("kill_rank", 999.0, "rank:0", "after removal"),)),
+    "root-is-everybodys": ({"jobs": 2}, ()),
     "neighbour-blamed": ({}, (Fault("kill_rank", 999.0, "rank:1", "send", 3),)),
 }
 
@@ -121,7 +122,7 @@ def test_a_meeting_finds(name):
 
     options, faults = MEETINGS[name]
     options = {"steps": 2, "step_seconds": 1000.0, **options}
-    cases = [Case(Scenario(seed, (3,), **options), faults) for seed in range(6)]
+    cases = [Case(Scenario(seed, (3,), **options), faults) for seed in range(14)]
     assert not simulate(cases[0]).violations
     with make(name):
         assert any(simulate(case).violations for case in cases)

@@ -332,6 +332,14 @@ def counts_uncommitted(right: Any) -> Any:
     return records
 
 
+def held_by_everybody(right: Any) -> Any:
+    return lambda self: False
+
+
+def has_seen_all(right: Any) -> Any:
+    return lambda path, steps, known, *arguments: right(path, steps, known, *arguments[:-1], known)
+
+
 def nothing_is_busy(right: Any) -> Any:
     return lambda self, policies, newest, busy, doubtful=(): right(self, policies, newest, (), doubtful)
 
