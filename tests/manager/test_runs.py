@@ -514,7 +514,8 @@ import numpy as np
 import paddle_flexckpt as fc
 
 root, restores = sys.argv[1:]
-manager = fc.CheckpointManager(fc.open_storage(root, lease_seconds=1.0), save_when=fc.SaveEvery(1), preemption_signals=())
+root = fc.open_storage(root, lease_seconds=1.0)
+manager = fc.CheckpointManager(root, save_when=fc.SaveEvery(1), preemption_signals=())
 state = {"w": np.zeros(2, np.float32)}
 step = manager.restore(state=state, rng=False).step if restores == "yes" else 0
 print("ready", flush=True)
