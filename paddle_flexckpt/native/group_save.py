@@ -92,7 +92,7 @@ class GroupSave:
         if self._own is not None:
             parts[self._coordinator] = self._own
         try:
-            self.directory.commit(self.names, [part for _, part in sorted(parts.items())])
+            self.directory.commit(self.names, [part for _, part in sorted(parts.items())], self._comm.check_awaited)
         except (OSError, CheckpointError) as error:
             if warnings is None or not self._is_harmless(error):
                 raise

@@ -250,7 +250,7 @@ class SaveDirectory(CheckpointDirectory):
         written = [self.write_partition(save, number, count, rows) for number, rows in split_rows(manifest, count)]
         return replace(manifest, partitions=tuple(written))
 
-    def commit(self, save: SaveNames, parts: Sequence[Manifest]) -> Manifest:
+    def commit(self, save: SaveNames, parts: Sequence[Manifest], *checks: Callable[[], object]) -> Manifest:
         """Merge the parts of all ranks, in their order, into the manifest and make the checkpoint exist.
 
         Raises:
@@ -260,10 +260,12 @@ class SaveDirectory(CheckpointDirectory):
             OSError: The file system refused, before the commit.
         """
         manifest = self.write_partitions(save, merge_parts(parts))
-        self.commit_manifest(save, manifest)
+        self.commit_manifest(save, manifest, False, *checks)
         return manifest
 
-    def commit_manifest(self, save: SaveNames, manifest: Manifest, is_checked: bool = False) -> None:
+    def commit_manifest(
+        self, save: SaveNames, manifest: Manifest, is_checked: bool = False, *more: Callable[[], object]
+    ) -> None:
         """Make the checkpoint exist, when every file but the manifest is durable; errors as of :meth:`commit`.
 
         The files are checked once more right before: they have to exist, with their sizes and this save's token. With
@@ -288,7 +290,7 @@ class SaveDirectory(CheckpointDirectory):
         # On an object store a listing runs at the same time as the checks. A later one would show the same.
         lists_now = self.backend.at_once > 1
         checks = [check, look] if lists_now and not is_checked else [check]
-        replaced = self.publish(save, manifest.encode(), *checks)
+        replaced = self.publish(save, manifest.encode(), *checks, *more)
         try:
             self.finish(save, replaced is None, manifest, listed[0] if lists_now else None)
         finally:

@@ -105,6 +105,9 @@ class Communicator(ABC):
         """
         self.together(lambda: (work() if self.position == leader else None, b""), context)
 
+    def check_awaited(self) -> None:  # noqa: B027
+        """Raise LostRankError, in the work of :meth:`lead`, if another member is known to have given up on this one."""
+
     def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
         """Exchange outcomes: return every member's payload, or raise the same error on every member.
 

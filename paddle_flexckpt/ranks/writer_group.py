@@ -173,6 +173,13 @@ class WriterGroup(Communicator):
             notes, _ = self._receive_answer()
         raise_failures(self.ranks, notes.items(), error)
 
+    def check_awaited(self) -> None:
+        """Raise LostRankError if a member has given up on this coordinator; it sends nothing else during a commit."""
+        for link in self._links.values():
+            with contextlib.suppress(OSError):  # it waits, or has died after its share
+                if link.connection.recv(1):
+                    raise LostRankError(UNKNOWN_OUTCOME.format(timeout=self._timeout))
+
     def abort(self, problem: str) -> LostRankError:
         """End the save on all members, wherever they are; return the error that their exchanges raise."""
         try:
@@ -342,7 +349,11 @@ class WriterGroup(Communicator):
                 left = link.moved + self._timeout + _GRACE_SECONDS - time.monotonic()
                 if not self._listener.select(left):
                     if left <= 0:
-                        raise self._lose_coordinator()
+                        lost = self._lose_coordinator()
+                        link.enqueue(encode(FAREWELL, [str(lost).encode(), b""]))
+                        link.send()
+                        time.sleep(_GRACE_SECONDS)  # a commit that had begun before is seen then
+                        raise lost
                     continue
                 if link.send():
                     selector.modify(link.connection, selectors.EVENT_READ, link)

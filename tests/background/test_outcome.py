@@ -308,7 +308,7 @@ def test_a_member_is_stopped(saves, size, coordinator, moment):
 @pytest.mark.parametrize(("size", "coordinator"), SIZES)
 @pytest.mark.parametrize("moment", ["comes", "has written", "is about to commit", "has put the manifest in place"])
 def test_the_coordinator_is_stopped(saves, size, coordinator, moment):
-    """Others do not wait for ever. If it is not known to them what became of the save, it may be committed later."""
+    """Others do not wait for ever. A coordinator on which they have given up does not commit when it goes on."""
     save = saves(size, coordinator, timeout=0.5).start({coordinator: (moment, stop)})
     save.await_stop(coordinator)
     others = save.text({*range(size)} - {coordinator})
@@ -319,8 +319,8 @@ def test_the_coordinator_is_stopped(saves, size, coordinator, moment):
         assert others is not None and "it is not known what became of the save" in others
         assert others.startswith(f"[rank {coordinator}] ")
     save.go_on(coordinator)
-    own = save.text([coordinator])
-    assert (own is None) == save.is_there
+    assert save.text([coordinator]) == others
+    assert save.is_there == (others is None)
     save.check_next()
 
 
