@@ -159,13 +159,7 @@ def _write(group: WriterGroup, save: GroupSave, write: Callable[[GroupSave], Man
 
 
 def find_outcome(job: WriteJob, directory: SaveDirectory, end_of_writer: str) -> Failure | None:
-    """Return the outcome of a save whose writer has died on this rank, in its training process.
-
-    Args:
-        job: The rank's share.
-        directory: The directory of the save.
-        end_of_writer: The way the writer has ended.
-    """
+    """Return the outcome of a save whose writer has died on this rank, in its training process, and how."""
     answer = _ask(job, _in_turn(job))
     if answer is None:
         return look_for_manifest(job, directory, end_of_writer)

@@ -173,9 +173,7 @@ def start_of(manifest: Manifest) -> int:
 def find_void(starts: Mapping[int, int], later: Sequence[tuple[int, int]]) -> dict[int, int]:
     """Return the steps in memory of before the run went back; and the step, not above it, that a later start has saved.
 
-    Args:
-        starts: The steps in memory, each with the start that has saved it; 0 if that is not known.
-        later: Starts, each with the lowest step in the root that it, or an earlier one, has saved since.
+    ``starts`` are of the steps in memory, 0 if not known; ``later`` has the lowest step in the root of each since.
     """
     saves = [*later, *((start, step) for step, start in starts.items())]
     found = {}

@@ -52,14 +52,9 @@ class GroupSave:
         step: int | None = None,
         meter: Meter = SILENT,
     ) -> Manifest:
-        """Write this member's data file, durably, and return its part of the manifest.
+        """Write this member's data file, durably, and return its part of the manifest; arguments as of ``write_data``.
 
-        Args:
-            items: The items to write, in the order of the file.
-            data: The items' bytes, as ``write_data_file`` wants them.
-            before: The directory's files, if the coordinator has listed them since it has the save lock.
-            step: Training step to record, if known.
-            meter: Counts the bytes that are written.
+        ``before`` are the directory's files, if the coordinator has listed them since it has the save lock.
         """
         if self.is_coordinator:
             self.directory.cleaner.remove_dead_saves(self.names, names=before)
@@ -74,15 +69,9 @@ class GroupSave:
         return {self._coordinator: part.encode()}
 
     def commit(self, received: Mapping[int, bytes], context: str = "", warnings: list[str] | None = None) -> None:
-        """Make the checkpoint exist. One collective.
+        """Make the checkpoint exist, of what the others' :meth:`send` has ``received`` here by position. One collective.
 
-        Args:
-            received: The messages of the others' :meth:`send` to this member, by position.
-            context: What is being done, for errors.
-            warnings: Collects errors after the commit that do not harm the checkpoint; None raises them.
-
-        Raises:
-            CheckpointError: The coordinator could not commit.
+        ``warnings`` collects errors after the commit that do not harm the checkpoint; None raises them.
         """
         self._comm.lead(self._coordinator, lambda: self._commit(received, warnings), context)
 

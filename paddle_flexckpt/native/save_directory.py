@@ -219,20 +219,9 @@ class SaveDirectory(CheckpointDirectory):
         return part
 
     def write_partition(self, save: SaveNames, number: int, count: int, rows: Manifest) -> Partition:
-        """Write all rows of some keys as a partition of the manifest, durably; any rank may do so.
+        """Write all rows of some keys as a partition of the manifest, durably; return its description.
 
-        Args:
-            save: The save of the partition.
-            number: The partition's number, which :func:`partition_of` has to return for every key.
-            count: The number of partitions.
-            rows: The rows. Each is in the data file of its rank, which the table of files has.
-
-        Returns:
-            The partition's description for :meth:`commit_manifest`.
-
-        Raises:
-            ValueError: There are rows of other partitions.
-            OSError: The file system refused.
+        Any rank may do so. ``number`` is what :func:`partition_of` returns for every key.
         """
         from paddle_flexckpt.native.partition_files import describe_partition, encode_partition
 

@@ -39,6 +39,7 @@ from paddle_flexckpt.ranks.lost_ranks import (
     EVERY_RANK,
     SECRET_BYTES,
     KeyValueStore,
+    Missing,
     address_of,
     describe_lost_ranks,
     find_missing_ranks,
@@ -129,7 +130,8 @@ class Meeting:
             if self._store.add(f"{self._prefix}/failed", 0):
                 raise ConnectionError("another rank could not connect to all that it needs")
             if time.monotonic() > notice:
-                warn_of_waiting(self._rank, self.absent)
+                unknown = [rank for rank in self.absent if presence_of(self._store, rank) is None]
+                warn_of_waiting(self._rank, self.absent, unknown)
                 notice = deadline
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {', '.join(map(str, self.absent))} has not come for {patience:g} s")
@@ -171,10 +173,11 @@ class Meeting:
             self._listener.selector.register(connection, selectors.EVENT_READ, rank)
 
 
-def warn_of_waiting(rank: int, others: Sequence[int]) -> None:
-    """Warn that a rank has waited for others for long."""
+def warn_of_waiting(rank: int, others: Sequence[int], unknown: Sequence[int] = ()) -> None:
+    """Warn that a rank has waited for others for long, of which the ``unknown`` may have died before their first call."""
     names = f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
-    logger.warning(f"rank {rank} has waited {NOTICE_SECONDS:g} s for {names} in a call of this library. {EVERY_RANK}")
+    why = describe_lost_ranks(Missing([], [], [*unknown]), TimeoutError()) if unknown else EVERY_RANK
+    logger.warning(f"rank {rank} has waited {NOTICE_SECONDS:g} s for {names} in a call of this library. {why}")
 
 
 Result = TypeVar("Result")

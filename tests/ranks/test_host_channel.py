@@ -347,11 +347,13 @@ def test_a_rank_that_dies_is_named_on_all_others_soon(store, size, point):
     assert {rank for rank, _ in outcomes} == {*range(size)} - {victim}
 
 
-@pytest.mark.parametrize("has_met", [False, True])
-def test_a_rank_that_waits_for_long_says_for_whom(ranks, monkeypatch, has_met):
+@pytest.mark.parametrize("where", ["has met", "comes", "has made no call"])
+def test_a_rank_that_waits_for_long_says_for_whom(ranks, monkeypatch, where):
     """While it waits: the other rank comes when that has been said."""
     group, said = ranks(2), threading.Event()
-    if has_met:
+    if where == "has made no call":
+        monkeypatch.setattr(host_channel, "presence_of", lambda *_: None)
+    if where == "has met":
         group.run(lambda channel: channel.all_gather(b""))
     monkeypatch.setattr(host_channel, "NOTICE_SECONDS", 0.0)
     monkeypatch.setattr(host_channel, "NOTICE_SECONDS", 0.0)
@@ -364,7 +366,10 @@ def test_a_rank_that_waits_for_long_says_for_whom(ranks, monkeypatch, has_met):
         return channel.all_gather(b"%d" % channel.rank)
 
     assert group.run(work) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
-    assert texts[0].startswith("rank 0 has waited 0 s for rank 1 in a call of this library. Remedy (FC501): ")
+    why = "rank 1 is missing: it has gone before its first call of this library, or has not come to it yet. "
+    why = why if where == "has made no call" else ""
+    assert texts[0].startswith(f"rank 0 has waited 0 s for rank 1 in a call of this library. {why}Remedy (FC501): ")
+    assert ("killed?" in texts[0]) == bool(why)
     # The other rank has made the call. What a rank does alone: tests/distributed/rank_0_script.py.
     advised("ranks/lost_ranks.py", "make this call on every rank of the group (is it inside `if rank == 0`?)", texts[0])
 
