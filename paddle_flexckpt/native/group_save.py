@@ -69,7 +69,7 @@ class GroupSave:
         return {self._coordinator: part.encode()}
 
     def commit(self, received: Mapping[int, bytes], context: str = "", warnings: list[str] | None = None) -> None:
-        """Make the checkpoint exist, of what the others' :meth:`send` has ``received`` here by position. One collective.
+        """Make the checkpoint exist, of what others' :meth:`send` has ``received`` here by position. One collective.
 
         ``warnings`` collects errors after the commit that do not harm the checkpoint; None raises them.
         """

@@ -174,7 +174,7 @@ class Meeting:
 
 
 def warn_of_waiting(rank: int, others: Sequence[int], unknown: Sequence[int] = ()) -> None:
-    """Warn that a rank has waited for others for long, of which the ``unknown`` may have died before their first call."""
+    """Warn that a rank has waited for others for long; the ``unknown`` may have died before their first call."""
     names = f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
     why = describe_lost_ranks(Missing([], [], [*unknown]), TimeoutError()) if unknown else EVERY_RANK
     logger.warning(f"rank {rank} has waited {NOTICE_SECONDS:g} s for {names} in a call of this library. {why}")
