@@ -56,15 +56,7 @@ class DirectFiles(Files):
     """
 
     def __init__(self, comm: Communicator, location: Location, options: LoadOptions, context: str, reason: str) -> None:
-        """Take what describes the load; :meth:`open` opens the checkpoint.
-
-        Args:
-            comm: The ranks.
-            location: The checkpoint's directory.
-            options: Of the load.
-            context: What is being done, for errors.
-            reason: Why every rank reads for itself, for the report.
-        """
+        """Take what describes the load, and why every rank reads for itself; :meth:`open` opens the checkpoint."""
         super().__init__(location, options, reason=reason)
         self._comm, self._asked, self._context = comm, options, context
         # The keys whose rows ``open`` reads. With statements, all (None): they apply to keys that no target has.

@@ -71,15 +71,7 @@ class FilePeers(Peers):
     def __init__(
         self, comm: Communicator, files: Files, options: LoadOptions, context: str, found: Found | None = None
     ) -> None:
-        """Take the checkpoint and what describes the load; :meth:`open` opens it.
-
-        Args:
-            comm: The ranks.
-            files: The checkpoint.
-            options: Of the load.
-            context: What is being done, for errors.
-            found: The known files that each rank sees; by default all ranks see all files.
-        """
+        """Take the checkpoint and what describes the load; ``found``: the files that each rank sees, by default all."""
         super().__init__(comm, context, offload=True)  # files are read into host memory
         self.files, self._options, self._found = files, options, found
         self.closing.callback(files.closing.close)

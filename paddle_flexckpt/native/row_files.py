@@ -242,14 +242,7 @@ class RowFiles:
     ) -> np.ndarray:
         """Carry out strided copies of one form from a mapped file, at rising offsets, a bounded span at a time.
 
-        Args:
-            mapped: The file.
-            offset: int64 per copy, the place of its first element in the file.
-            copies: The copies.
-            usable: Returns bool for each of some copies: whether it may be carried out.
-
-        Returns:
-            bool per copy: whether it was.
+        Return bool per copy, whether it was carried out: only those are that ``usable`` allows.
         """
         copy, itemsize = copies.copy, copies.dtype.itemsize
         low, high = (each * itemsize for each in reach(copy.extents, copy.source_strides))
@@ -282,18 +275,8 @@ class RowFiles:
         """Carry out a strided copy of short scattered runs from a mapped file, a bounded span of it at a time.
 
         This is one numpy call instead of a system call per run. The copy's outermost axis has the largest stride of the
-        file; the target's storage is 1-D and contiguous; the dtype is the row's.
-
-        Args:
-            mapped: The file.
-            row: The row.
-            copy: What to copy.
-            target: The target's storage.
-            dtype: Of the row.
-            usable: Returns whether a range of the row's bytes may be read.
-
-        Returns:
-            Whether all of it was copied.
+        file; the target's storage is 1-D and contiguous; the dtype is the row's. Return False if a range of the row's
+        bytes is not ``usable``: then not all was copied.
         """
         catalog = self._manifest.catalog
         begin, length = int(catalog.byte_offset[row]), int(self._byte_length[row])
