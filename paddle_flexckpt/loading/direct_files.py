@@ -176,7 +176,10 @@ class DirectFiles(Files):
         checks = self.reader.checks
         if self._comm.size == 1 or checks is None:
             return b"", b""
-        self._verdicts = checks.verdicts = Verdicts(len(self.manifest.checksums.values))
+        try:
+            self._verdicts = checks.verdicts = Verdicts(len(self.manifest.checksums.values))
+        except OSError:  # this rank compares all blocks that it needs
+            return b"", b""
         self.closing.callback(self._verdicts.close)
         return place_of(self.directory.backend).encode(), self._verdicts.address
 

@@ -32,31 +32,42 @@ class Verdicts:
     position, sharers = 0, 1
 
     def __init__(self, blocks: int) -> None:
-        """Make an empty table for about so many blocks."""
-        self._file = os.fdopen(os.memfd_create("flexckpt-verdicts", os.MFD_CLOEXEC), "r+b", buffering=0)
-        token = os.urandom(_TOKEN_BYTES)
-        self._file.write(token)
-        self._file.truncate(_TOKEN_BYTES + 8 * (_SLOTS * blocks + 1))
-        self._map(self._file.fileno())
-        self.address = b"%d %d " % (os.getpid(), self._file.fileno()) + token
+        """Make an empty table for about so many blocks; OSError: the process has too many files open, say."""
+        self._descriptor = os.memfd_create("flexckpt-verdicts", os.MFD_CLOEXEC)
+        try:
+            token = os.urandom(_TOKEN_BYTES)
+            os.ftruncate(self._descriptor, _TOKEN_BYTES + 8 * (_SLOTS * blocks + 1))
+            os.pwrite(self._descriptor, token, 0)
+            self._map(self._descriptor)
+        except OSError:
+            self.close()
+            raise
+        self.address = b"%d %d " % (os.getpid(), self._descriptor) + token
 
     def close(self) -> None:
         """Close the descriptor. The memory goes with its last map."""
-        self._file.close()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _map(self, descriptor: int) -> None:
         self._slots = memoryview(mmap.mmap(descriptor, 0))[_TOKEN_BYTES:].cast("Q")
 
     def share(self, addresses: Sequence[bytes]) -> None:
         """Use the first of some tables, of which one is this one. Stay alone if it cannot be opened."""
-        process, descriptor, token = addresses[0].split(b" ", 2)
+        process, number, token = addresses[0].split(b" ", 2)
         try:
-            with open(b"/proc/%b/fd/%b" % (process, descriptor), "r+b", buffering=0) as file:
-                if file.read(_TOKEN_BYTES) != token:
-                    return
-                self._map(file.fileno())
+            descriptor = os.open(f"/proc/{int(process)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # it is in another container, say
             return
+        try:
+            if os.pread(descriptor, _TOKEN_BYTES, 0) != token:
+                return
+            self._map(descriptor)
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)
         self.position, self.sharers = addresses.index(self.address), len(addresses)
 
     def has(self, fingerprint: int) -> bool:

@@ -15,7 +15,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, MutableSequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from paddle_flexckpt.undo import Undo
@@ -178,5 +178,7 @@ def process_state(scheduler: Scheduler) -> dict[tuple[str, str], Any]:
         ("background.writer", "_writer_of"): cached_per_process(scheduler, writer._writer_of.__wrapped__),
         ("background.writer", "_exit_with_status_1"): keep_status,
         ("background.worker", "lower_priority"): lambda nice, io_class: [],
+        # No simulated process has data loaders.
+        ("manager.preemption", "loader_workers"): lambda trainer: SimpleNamespace(count=lambda signals, change: None),
         ("observers", "_OBSERVATIONS"): PerProcess(scheduler),
     }
