@@ -49,11 +49,6 @@ class Columns:
         """Return number of padded axes."""
         return int(getattr(self, next(iter(self.PADDED))).shape[1])
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all columns."""
-        return sum([getattr(self, name).nbytes for name in self.COLUMNS])
-
     def take(self: Table, rows: np.ndarray | slice) -> Table:
         """Return the table of some rows (indices, a mask or a slice), with the same fields of the whole table."""
         if isinstance(rows, slice):

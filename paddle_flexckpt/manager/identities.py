@@ -43,6 +43,11 @@ class RunLock:
         self._root = root
         self._lock: SaveLock | None = None
 
+    @property
+    def is_a_mate_s(self) -> bool:
+        """Return whether another manager of this process holds the lock."""
+        return self._lock is None
+
     def hold(self) -> bool:
         """Take the lock, or make sure that it is still held: then return False. TakenError if a live start has it."""
         locks = self._root.locks

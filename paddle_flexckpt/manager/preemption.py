@@ -191,7 +191,7 @@ class LoaderWorkers:
             self._shared[number] += change
         if not any(self._shared[1:]):
             self._undo.put_back()
-        elif not self._undo and multiprocessing.get_start_method() == "fork":
+        elif not self._undo:
             self._undo.set(self._loader, "_init_workers", self._shielding(self._loader._init_workers))
 
     def _shielding(self, fork_workers: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -199,7 +199,8 @@ class LoaderWorkers:
 
         @functools.wraps(fork_workers)
         def fork_shielded(loader: Any) -> None:
-            if os.getpid() != self._trainer:
+            # Without a look at the default, which would be fixed by that. Paddle's is to fork.
+            if os.getpid() != self._trainer or multiprocessing.get_start_method(allow_none=True) not in (None, "fork"):
                 return fork_workers(loader)
             signals, given = [each for each in range(1, signal.NSIG) if self._shared[each]], loader._worker_init_fn
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)

@@ -236,9 +236,11 @@ class StepDirectories:
         """Hold the root for the run that saves ``step``; return what is known of the steps there, and its identity."""
         if isinstance(self._root, LocalBackend):
             self._root.check_writable()
-        self._lock.hold()
         try:
+            self._lock.hold()
             known = self.look_at(self._listing.steps())
+            if self._lock.is_a_mate_s:
+                self._seen |= {*known}
             if restored is None and not known:
                 self._listing.lost_above((), fails=True)  # they are not known to be of another run
                 self._listing.check_no_checkpoint()

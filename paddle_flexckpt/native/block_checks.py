@@ -13,7 +13,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.native.checksums import hash_block
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.row_files import RowFiles
+from paddle_flexckpt.native.row_files import RowFiles, give_back
 from paddle_flexckpt.native.verdicts import Verdicts, fingerprints
 
 
@@ -31,13 +31,13 @@ class BlockChecks:
         self._manifest, self._files, self._damaged = manifest, files, damaged
         self._known = np.zeros(len(manifest.checksums.values), dtype=bool)
 
-    def pass_over(self, rows: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    def are_undamaged(
+        self, rows: np.ndarray, begin: np.ndarray, end: np.ndarray, keeps_pages: bool = False
+    ) -> np.ndarray:
         """Compare the blocks of byte ranges of rows, each block once; threads may call this at the same time.
 
-        A row without checksums has no blocks.
-
-        Returns:
-            bool per range: whether all of its blocks are undamaged.
+        A row without checksums has no blocks. Return bool per range: whether all of its blocks are known to be
+        undamaged. ``keeps_pages``: the caller copies out of the memory map next, and gives the pages back.
         """
         checksums, size = self._manifest.checksums, self._manifest.checksums.block_bytes
         first = checksums.first[rows]
@@ -47,24 +47,31 @@ class BlockChecks:
         numbers = low[of_range] + np.arange(len(of_range)) - (ends - count)[of_range]
         fine = np.ones(len(rows), dtype=bool)
         if not self._known[numbers].all():
-            self._compare(np.unique(numbers[~self._known[numbers]]))
+            self._compare(np.unique(numbers[~self._known[numbers]]), keeps_pages)
             fine[of_range[~self._known[numbers]]] = False
         return fine
 
-    def _compare(self, numbers: np.ndarray) -> None:
-        """Compare blocks that are not known yet, by their numbers among the checksums."""
+    def _compare(self, numbers: np.ndarray, keeps_pages: bool) -> None:
+        """Compare blocks that are not known yet, by their numbers among the checksums.
+
+        Those of a file that cannot be mapped stay unknown.
+        """
         checksums, catalog, verdicts = self._manifest.checksums, self._manifest.catalog, self.verdicts
         rows = np.searchsorted(checksums.first, numbers, side="right") - 1
         position = (numbers - checksums.first[rows]) * checksums.block_bytes
         length = np.minimum(checksums.block_bytes, catalog.byte_length[rows] - position).tolist()
         offset, expected = catalog.byte_offset[rows] + position, checksums.values[numbers]
-        prints = fingerprints(catalog.file[rows], offset, expected)
+        files, of_row = np.unique(catalog.file[rows], return_inverse=True)
+        # Another rank may have opened another file of the name.
+        identity = np.asarray([self._identity(file) for file in files.tolist()], dtype=np.uint64)[of_row]
+        prints = fingerprints(identity, offset, expected)
         columns = (*(column.tolist() for column in (numbers, rows, offset, expected)), length, prints)
         order = range(len(numbers)) if verdicts is None else verdicts.order(len(numbers))
         for number, row, begin, right, nbytes, fingerprint in ([column[i] for column in columns] for i in order):
             if verdicts is None or not verdicts.has(fingerprint):
-                if self._hash(row, begin, nbytes) != right:
-                    self._damaged.add(row)
+                found = self._hash(row, begin, nbytes, keeps_pages)
+                if found != right:
+                    self._damaged |= set() if found is None else {row}
                     continue
                 if verdicts is not None:
                     verdicts.note(fingerprint)
@@ -72,10 +79,19 @@ class BlockChecks:
                 self._files.count.bytes_verified += 0 if self._known[number] else nbytes
                 self._known[number] = True
 
-    def _hash(self, row: int, begin: int, nbytes: int) -> int | None:
-        """Return the checksum of bytes of a row's file; None if it cannot be read."""
+    def _identity(self, file: int) -> int:
+        """Return a number of the open file that one in its place does not have; 0 if it cannot be opened."""
         try:
-            mapped = self._files.map(row)
+            return hash_block(repr(self._files.open(file).version).encode())
         except (CorruptCheckpointError, OSError):
+            return 0
+
+    def _hash(self, row: int, begin: int, nbytes: int, keeps_pages: bool) -> int | None:
+        """Return the checksum of bytes of a row's file; None if it cannot be mapped."""
+        mapped = self._files.map(row)
+        if mapped is None:
             return None
-        return None if mapped is None else hash_block(memoryview(mapped)[begin : begin + nbytes])
+        found = hash_block(memoryview(mapped)[begin : begin + nbytes])
+        if not keeps_pages:
+            give_back(mapped, begin, begin + nbytes)
+        return found

@@ -191,18 +191,22 @@ class BlockReader(ReadPlanner):
             return row
         raise self.choice.error(failures, touched=False)
 
-    def may_read_parts(self, rows: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Return bool per byte range of a row: whether it may be read as it is. If not, its blocks are read whole."""
+    def may_read_parts(self, rows: np.ndarray, begin: np.ndarray, end: np.ndarray, mapped: bool = False) -> np.ndarray:
+        """Return bool per byte range of a row: whether it may be read as it is. If not, its blocks are read whole.
+
+        ``mapped``: it is copied out of a memory map next.
+        """
         fine = ~self.choice.are_damaged(rows)
         if self.checks is not None:
-            fine &= self.checks.pass_over(rows, begin, end)
+            fine &= self.checks.are_undamaged(rows, begin, end, mapped)
         elif self._verify != "off":
             fine &= ~self._has_checksums[rows]
         return fine
 
-    def may_read_part(self, row: int, begin: int, end: int) -> bool:
+    def may_read_part(self, row: int, begin: int, end: int, mapped: bool = False) -> bool:
         """Return whether a byte range of a row may be read as it is."""
-        return bool(self.may_read_parts(*(np.asarray([each], dtype=np.int64) for each in (row, begin, end)))[0])
+        columns = (np.asarray([each], dtype=np.int64) for each in (row, begin, end))
+        return bool(self.may_read_parts(*columns, mapped)[0])
 
     def block_length(self, item: int, block: int) -> int:
         """Return the bytes of a block."""

@@ -122,7 +122,7 @@ def _batches(path: str, lengths: Sequence[int], data: Iterable[np.ndarray]) -> I
 def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int, version: object = None) -> InputFile:
     """Open a data file that has the size and the save token in the manifest.
 
-    Files of other programs have no token: one that was open before has to be of the same version.
+    One that was open before has to be of the same version.
 
     Raises:
         CorruptCheckpointError: It is missing, of another size, or of another save.
@@ -153,7 +153,7 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int, 
             raise CorruptCheckpointError(
                 f"{path} belongs to another save: its save token is not the manifest's. Remedy (FC304): {remedy()}"
             )
-        if manifest.foreign and version not in (None, file.version):
+        if version not in (None, file.version):
             raise CorruptCheckpointError(f"{path} has changed since it was first opened. Remedy (FC304): {remedy()}")
         stack.pop_all()
     return file

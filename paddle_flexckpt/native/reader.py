@@ -29,7 +29,7 @@ from paddle_flexckpt.progress import SILENT, Meter
 
 
 class FileReader(BlockReader):
-    """A reader of one checkpoint's items. A file is opened when first needed and stays open until the reader closes."""
+    """A reader of one checkpoint's items. A file is opened when it is first needed; of many, the latest stay open."""
 
     def __init__(
         self, directory: Location, manifest: Manifest, verify: bool | VerifyMode = "read", use_replicas: bool = True
@@ -100,7 +100,7 @@ class FileReader(BlockReader):
         one = AlikeCopies(form, dtype, *(np.asarray([each], dtype=np.int64) for each in (item, begin, address)))
         mapped = self.files.map(row) if one.outer else None
         if self.is_scattered(one, remote=mapped is None):
-            usable = functools.partial(self.may_read_part, row)
+            usable = functools.partial(self.may_read_part, row, mapped=True)
             if mapped is None or not self.files.copy_mapped(mapped, row, copy, target, dtype, usable):
                 self._read_scattered(item, copy, target, dtype)
         elif target.dtype == dtype and one.is_straight:
@@ -150,7 +150,7 @@ class FileReader(BlockReader):
 
             def usable(some: slice, members: np.ndarray = members) -> np.ndarray:
                 chosen = members[some]
-                return self.may_read_parts(rows[chosen], first[chosen], end[chosen])
+                return self.may_read_parts(rows[chosen], first[chosen], end[chosen], mapped=True)
 
             left[members] = ~self.files.copy_alike(mapped, offset[members], copies.take(members), usable)
         return copies.take(left)

@@ -47,7 +47,7 @@ class ReadCount:
 
     Attributes:
         bytes_read: Bytes of tensors copied out of files.
-        bytes_verified: Bytes of these that were compared with their checksum (whole blocks).
+        bytes_verified: Bytes of the blocks that were compared with checksums, by this rank or another of its host.
         bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified,
             damaged blocks that a replica then replaced, and gaps between ranges that share a request.
         reads: Number of ``pread`` calls and mapped copies.
@@ -112,7 +112,8 @@ class RowFiles:
         # In the order of their use. One that is dropped is closed when the last thread that uses it has ended.
         self._files, self._maps = OrderedDict[int, InputFile](), OrderedDict[int, Optional[mmap.mmap]]()
         allowed = os.sysconf("SC_OPEN_MAX") // OPEN_PART
-        self._most_open = max(1, min(MOST_OPEN, allowed)) if backend.has_path else len(manifest.file_bytes)
+        most = MOST_OPEN if allowed < 0 else max(1, min(MOST_OPEN, allowed))  # negative: as many as it wants
+        self._most_open = most if backend.has_path else len(manifest.file_bytes)
         self._versions: dict[int, object] = {}
         self._unusable: dict[int, CorruptCheckpointError | OSError] = {}
 
@@ -154,11 +155,14 @@ class RowFiles:
             return self._latest(self._files, file)
 
     def map(self, row: int) -> mmap.mmap | None:
-        """Map a row's file into memory; None if it is remote."""
+        """Map a row's file into memory; None if that cannot be done: its blocks are read whole then."""
         file = int(self._manifest.catalog.file[row])
         with self.count.lock:
             if file not in self._maps:
-                self._maps[file] = self.open(file).memory_map()
+                try:
+                    self._maps[file] = self.open(file).memory_map()
+                except (CorruptCheckpointError, OSError):
+                    return None
             return self._latest(self._maps, file)
 
     def _latest(self, kept: OrderedDict[int, Kept], file: int) -> Kept:
@@ -257,7 +261,7 @@ class RowFiles:
             done[some] = usable(some)
             members = np.flatnonzero(done[some]) + some.start
             copies.take(members).carry_out(mapped, offset[members])
-            _give_back(mapped, int(first[some.start]), int(end[some.stop - 1]))
+            give_back(mapped, int(first[some.start]), int(end[some.stop - 1]))
             self.count.add(reads=len(members), bytes_read=copy.size * itemsize * len(members))
 
         self.threads.each(work, len(edges) - 1)
@@ -288,6 +292,8 @@ class RowFiles:
         low, high = (each * dtype.itemsize for each in reach(copy.extents[1:], copy.source_strides[1:]))
         start, refused = copy.source_base * dtype.itemsize, list[int]()
         begin += start
+        if stride < 0:
+            raise IndexError("a copy goes back in its file")
 
         def work(number: int) -> None:
             first, last = number * step, min(copy.extents[0], (number + 1) * step)
@@ -297,7 +303,7 @@ class RowFiles:
             for part in copy.part(first * inner, last * inner):
                 assign(part.scatter_into(target), part.gather_from(storage), row)
             self.count.add(reads=1, bytes_read=(last - first) * inner * dtype.itemsize)
-            _give_back(mapped, begin + first * stride, begin + last * stride)
+            give_back(mapped, begin + first * stride, begin + last * stride)
 
         self.threads.each(work, -(-copy.extents[0] // step))
         return not refused
@@ -317,7 +323,7 @@ def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
     return []
 
 
-def _give_back(mapped: mmap.mmap, begin: int, end: int) -> None:
+def give_back(mapped: mmap.mmap, begin: int, end: int) -> None:
     """Release pages of a memory map, while other threads run: Python's own call would hold the interpreter's lock."""
     begin -= begin % mmap.PAGESIZE
     address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data + begin

@@ -16,8 +16,8 @@ import numpy as np
 # Slots for each block, and the slots in a row that one may take. If all are taken, it is not noted.
 _SLOTS, _TRIES = 4, 8
 _TOKEN_BYTES = 16
-# Large and odd: products of different numbers differ.
-_OF_FILE, _OF_OFFSET = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+# Large and odd: products of different offsets differ.
+_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 class Verdicts:
@@ -99,12 +99,12 @@ class Verdicts:
 
 
 def fingerprints(file: np.ndarray, offset: np.ndarray, checksum: np.ndarray) -> list[int]:
-    """Return a number for each block, never 0, that no other block of the checkpoint has.
+    """Return a number for each block, never 0, which in all likelihood no other block has.
 
     Args:
-        file: int64 per block, the number of its file.
+        file: uint64 per block, a digest of the identity of its file.
         offset: int64 per block, its first byte there.
         checksum: uint64 per block.
     """
-    own = checksum ^ file.astype(np.uint64) * _OF_FILE ^ offset.astype(np.uint64) * _OF_OFFSET
+    own = checksum ^ file ^ offset.astype(np.uint64) * _FACTOR
     return (own | np.uint64(1)).tolist()

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.media import removals
 
 SECRET = "FLEXCKPT_RECEIVE_SECRET"
 # The secret of a user's processes on one machine, made where none is given.
@@ -38,21 +39,26 @@ def find_secret(address: str, makes: bool = False) -> bytes:
 
     ``makes``: whether to make the file if it is not there. ValidationError: there is no secret, or it is too short.
     """
-    secret = os.environ.get(SECRET, "").encode()
+    secret, where = os.environ.get(SECRET, "").encode(), ""
     if not secret and address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
-        secret = _read_secret(os.path.expanduser(SECRET_FILE), makes)
+        secret, where = _read_secret(os.path.expanduser(SECRET_FILE), makes), f"; {SECRET_FILE} cannot be used"
     if len(secret) < LEAST_BYTES:
-        what = f"a receiver at {address} needs a secret of at least {LEAST_BYTES} bytes"
+        what = f"a receiver at {address} needs a secret of at least {LEAST_BYTES} bytes{where}"
         raise ValidationError([f"{what}. Remedy (FC951): set {SECRET}, the same text as on the trainer"])
     return secret
 
 
 def _read_secret(path: str, makes: bool) -> bytes:
     """Return the contents of a file that only this user reads; nothing if there is no such file."""
-    with contextlib.suppress(FileExistsError):
-        if makes:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+    if makes:
+        new = f"{path}.{secrets.token_hex(8)}"
+        with contextlib.suppress(OSError):  # it is there, or cannot be made
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
+            try:
+                os.link(new, path)  # whole, or not at all
+            finally:
+                removals.remove(new)
     with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())
         return file.read() if state.st_uid == os.getuid() and not state.st_mode & 0o077 else b""

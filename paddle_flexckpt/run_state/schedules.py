@@ -69,10 +69,11 @@ def _listed(scheduler: Any, table: Mapping[str, tuple[str, ...]]) -> list[str]:
 def _arguments(scheduler: Any) -> dict[str, Any]:
     """Return the plain arguments that a scheduler was made with, and names of functions, by the attributes' names."""
     names = {each for base in type(scheduler).__mro__ for each in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
-    names -= {*scheduler.state_dict(), "last_epoch", "verbose"}
+    state = {name.lstrip("_") for name in scheduler.state_dict()}
+    names -= {"last_epoch", "verbose"}
     computed, found = ["base_lr", *_listed(scheduler, _COMPUTED)], dict[str, Any]()
     for name, value in vars(scheduler).items():
-        if name in computed or name.lstrip("_") in names:
+        if name.lstrip("_") not in state and (name in computed or name.lstrip("_") in names):
             with contextlib.suppress(AttributeError, TypeError, ValueError):  # a scheduler, for example
                 text = json.dumps(value, default=lambda each: each.__name__ if callable(each) else each.tolist())
                 found[name] = json.loads(text)
@@ -88,16 +89,33 @@ def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
 def _differences(scheduler: Any, saved: dict[str, Any]) -> str:
     """Return which arguments are others than the saved ones; earlier releases saved none."""
     before, now, state = saved.get("arguments", {}), _arguments(scheduler), saved["state"]
-    names = [name for name in before if before[name] != now.get(name, before[name])]
+    # As texts, since NaN differs from itself.
+    names = [name for name in before if json.dumps(before[name]) != json.dumps(now.get(name, before[name]))]
     found = [f"{name} was {before[name]!r}, and is {now[name]!r} here" for name in names]
     if "LambdaDecay" in _kinds(scheduler) and not found:
-        rate = scheduler.base_lr * scheduler.lr_lambda(state["last_epoch"])
-        if not math.isclose(rate, state["last_lr"], rel_tol=1e-9):
-            found.append(f"lr_lambda gave a rate of {state['last_lr']:g}, and gives {rate:g} here")
+        try:
+            rate = scheduler.base_lr * scheduler.lr_lambda(state["last_epoch"])
+        except Exception as error:  # of the caller's function
+            found.append(f"lr_lambda gave a rate of {state['last_lr']:g}, and raises {error!r} here")
+        else:
+            if not math.isclose(rate, state["last_lr"], rel_tol=1e-9):
+                found.append(f"lr_lambda gave a rate of {state['last_lr']:g}, and gives {rate:g} here")
     for name, inner in _schedulers_inside(scheduler):
         if differing := _differences(inner, saved["inside"][name]):
             found.append(f"in {name}, {differing}")
     return "; ".join(found)
+
+
+def _keeps_state(scheduler: Any, step: int) -> bool:
+    """Return whether a scheduler cannot be stepped to a step: it is beyond that, or has state that steps do not give."""
+    own = scheduler.state_dict().keys() - {"last_epoch", "last_lr"}
+    has_own = bool(own) and not type(scheduler).__module__.startswith("paddle.")
+    return scheduler.last_epoch > step or has_own or _has_plateau(scheduler)
+
+
+def _has_plateau(scheduler: Any) -> bool:
+    inside = (each for _, each in _schedulers_inside(scheduler))
+    return "ReduceOnPlateau" in _kinds(scheduler) or any(map(_has_plateau, inside))
 
 
 def _step_to(scheduler: Any, step: int) -> None:
@@ -114,9 +132,10 @@ def refuse_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
     expected, got = _classes(saved), _classes(scheduler_state(scheduler))
     if expected != got:
         return f"the checkpoint has a {expected}, this run a {got}"
-    if (differing := _differences(scheduler, saved)) and "ReduceOnPlateau" not in _kinds(scheduler):
+    step = saved["state"].get("last_epoch", 0)
+    if (differing := _differences(scheduler, saved)) and not _keeps_state(scheduler, step):
         try:
-            _step_to(copy.deepcopy(scheduler), saved["state"]["last_epoch"])
+            _step_to(copy.deepcopy(scheduler), step)
         except Exception as error:  # of Paddle's at a step beyond its end, or of a user's own
             return f"{differing}, and this run's schedule cannot be stepped to the saved step: {error!r}"
     return None
@@ -126,15 +145,16 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
     """Set a scheduler, and those inside it, to a saved state.
 
     If their arguments are others than the saved ones, step it to the saved step under its own instead, and log a
-    warning on rank 0. One that reduces its rate by past losses keeps the reductions.
+    warning on rank 0. One that cannot be stepped there gets the saved state; its next rate is that of its own arguments.
+    One that reduces its rate by past losses keeps the reductions.
     """
     import paddle.distributed as dist
 
     differing = _differences(scheduler, saved)
-    if not differing or "ReduceOnPlateau" in _kinds(scheduler):
+    if not differing or _keeps_state(scheduler, saved["state"]["last_epoch"]):
         _set(scheduler, saved)
         rate = saved.get("arguments", {}).get("base_lr")
-        if differing and rate and rate != scheduler.base_lr:
+        if differing and rate and rate != scheduler.base_lr and "ReduceOnPlateau" in _kinds(scheduler):
             scheduler.last_lr = max(scheduler.last_lr * scheduler.base_lr / rate, scheduler.min_lr)
     else:
         _step_to(scheduler, saved["state"]["last_epoch"])

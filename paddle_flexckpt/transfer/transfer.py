@@ -242,9 +242,13 @@ class Transfer:
             ValidationError: They differ (on every rank, with the same text); no target was changed.
         """
         comm, source, context = self._comm, self._source.again(), self._context
-        task = self._task.of_tied()
+
+        def prepare() -> tuple[Task, bytes]:
+            task = self._task.of_tied()
+            return task, join(source.prepare(task))
+
         with source.closing:
-            _, answers = comm.together(lambda: (None, join(source.prepare(task))), context)
+            task, answers = comm.together(prepare, context)
             source.plan(task, [*zip(*map(split, answers))])
 
             def move() -> tuple[None, bytes]:

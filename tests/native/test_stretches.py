@@ -290,7 +290,7 @@ def test_mapped_pages_are_given_back_after_a_bounded_span(tmp_path, monkeypatch)
     stored = store(tmp_path, [whole(f"w{i}", "uint8", (64, 1 << 10)) for i in range(8)])
     monkeypatch.setattr(row_files, "MAP_SPAN_BYTES", 128 << 10)
     given = []
-    monkeypatch.setattr(row_files, "_give_back", lambda mapped, begin, end: given.append(end - begin))
+    monkeypatch.setattr(row_files, "give_back", lambda mapped, begin, end: given.append(end - begin))
     memory = np.zeros((8, 64 * 100), dtype=np.uint8)
     copy = StridedCopy((64, 100), 0, (1 << 10, 1), 0, (100, 1))
     address = memory.ctypes.data + np.arange(8) * 6400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import threading
@@ -11,7 +12,9 @@ import pytest
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.media.local import LocalInputFile
 from paddle_flexckpt.native import block_checks
+from paddle_flexckpt.native.checksums import hash_block
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.verdicts import Verdicts, fingerprints
 from tests.native.samples import flip, store, whole
@@ -65,7 +68,8 @@ def test_a_table_that_cannot_be_opened_leaves_a_rank_alone(tables, kind):
 
 
 def test_blocks_have_different_fingerprints():
-    file, offset = (each.ravel() for each in np.meshgrid(np.arange(64), np.arange(1000) * 100))
+    digests = np.asarray([hash_block(b"%d" % number) for number in range(64)], dtype=np.uint64)
+    file, offset = (each.ravel() for each in np.meshgrid(digests, np.arange(1000) * 100))
     found = fingerprints(file, offset, np.zeros(len(file), dtype=np.uint64))
     assert len({*found}) == len(found)
     assert 0 not in found
@@ -89,7 +93,7 @@ def test_ranks_of_a_host_compare_each_block_once(tmp_path, monkeypatch, tables):
             reader.read(0, column(rows, 48, 16 * number, 16 * number + 16), target)
             assert target.tobytes() == stored.values[0].reshape(rows, 48)[:, 16 * number :][:, :16].tobytes()
             assert (reader.count.bytes_read, reader.count.bytes_verified) == (rows * 16, rows * 48)
-    assert sum(hashed) == rows * 48
+    assert hashed.count(BLOCK) * BLOCK == rows * 48
 
 
 def test_damage_is_found_by_each_rank_that_needs_the_block(tmp_path, tables):
@@ -100,6 +104,49 @@ def test_damage_is_found_by_each_rank_that_needs_the_block(tmp_path, tables):
         with FileReader(str(tmp_path), stored.manifest) as reader, pytest.raises(CorruptCheckpointError, match="xxh3"):
             reader.checks.verdicts = table
             reader.read(0, column(64, 48, 0, 16), np.zeros(64 * 16, dtype=np.uint8))
+
+
+def test_what_is_known_of_a_file_is_not_taken_for_another_of_its_name(tmp_path, tables):
+    """The first reader has the damaged file open, and the second one its mended successor."""
+    stored = store(tmp_path, [whole("w", "uint8", (64, 48))], block_bytes=BLOCK)
+    share(tables)
+    intact, target = stored.file().read_bytes(), np.zeros(64 * 16, dtype=np.uint8)
+    flip(stored.file(), int(stored.manifest.catalog.byte_offset[0]))
+    with FileReader(str(tmp_path), stored.manifest) as first, FileReader(str(tmp_path), stored.manifest) as second:
+        first.checks.verdicts, second.checks.verdicts = tables[:2]
+        first.check_files(np.asarray([0]))
+        (tmp_path / "mended").write_bytes(intact)
+        (tmp_path / "mended").replace(stored.file())
+        second.read(0, column(64, 48, 0, 16), target)
+        with pytest.raises(CorruptCheckpointError, match="xxh3"):
+            first.read(0, column(64, 48, 0, 16), target)
+
+
+def test_a_file_that_is_replaced_while_it_is_closed_is_an_error(tmp_path):
+    stored = store(tmp_path, [whole("w", "uint8", (64, 48))], block_bytes=BLOCK)
+    with FileReader(str(tmp_path), stored.manifest) as reader:
+        target = np.zeros(64 * 16, dtype=np.uint8)
+        reader.read(0, column(64, 48, 0, 16), target)
+        reader.files._files.clear()  # as if many others had been opened since
+        reader.files._maps.clear()
+        (tmp_path / "other").write_bytes(stored.file().read_bytes())
+        flip(tmp_path / "other", int(stored.manifest.catalog.byte_offset[0]))
+        (tmp_path / "other").replace(stored.file())
+        with pytest.raises(CorruptCheckpointError, match="has changed since it was first opened"):
+            reader.read(0, column(64, 48, 0, 16), target)
+
+
+def test_a_file_that_cannot_be_mapped_is_read_in_whole_blocks_and_is_not_damaged(tmp_path, monkeypatch):
+    def refuse(file):
+        raise OSError(errno.ENODEV, "no maps here")
+
+    monkeypatch.setattr(LocalInputFile, "memory_map", refuse)
+    stored = store(tmp_path, [whole("w", "uint8", (64, 48))], block_bytes=BLOCK)
+    with FileReader(str(tmp_path), stored.manifest) as reader:
+        target = np.zeros(64 * 16, dtype=np.uint8)
+        reader.read(0, column(64, 48, 0, 16), target)
+        assert target.tobytes() == stored.values[0].reshape(64, 48)[:, :16].tobytes()
+        assert (reader.damaged_files, reader.count.bytes_verified) == ([], 64 * 48)
 
 
 def test_threads_count_a_block_once(tmp_path, monkeypatch):
