@@ -4,8 +4,8 @@ Each run saves a random model under a random strategy and loads it under another
 caller's. Each mistake says what may come of it: every target bit-equal to an oracle of whole arrays, or an error of the
 library's own, with the same text on every rank and, where it promises that, with the targets untouched. Anything else
 is a finding. Most runs are of simulated ranks (``mistakes``). One in four is a flow of one process with networks,
-optimizers and schedules of Paddle's (``flows``). One in twenty is of models and optimizers in kept-alive worlds of real
-ranks (``training``).
+optimizers and schedules of Paddle's, or with files, links and positions in the data (``flow``).
+One in twenty is of models and optimizers in kept-alive worlds of real ranks (``training``).
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _run_chunk(chunk: tuple[str, Sequence[int]]) -> Totals:
     kind, seeds = chunk
     if kind == "states":
         return run_seeds(seeds)
-    from tests.silence.flows import run_flows
+    from tests.silence.flow import run_flows
 
     return run_flows(seeds)
 

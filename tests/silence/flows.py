@@ -2,16 +2,13 @@
 
 A flow makes random networks, saves, loads in a way that a user might, and judges what came of it: bit-equal to what was
 saved, or an error of the library's. Networks have parameters of equal shapes, so that only their names tell them apart.
-:func:`run_flows` runs seeds.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,20 +24,8 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.trainer.flags import options_of
 from tests.property.layouts import Pick
-from tests.ramdisk import memory_directory
+from tests.silence.flow import flow, judged, refused
 from tests.silence.judge import Finding
-from tests.silence.totals import Totals
-
-Flow = Callable[[Pick, Path], str]
-FLOWS: dict[str, Flow] = {}
-
-
-def flow(name: str) -> Callable[[Flow], Flow]:
-    def register(function: Flow) -> Flow:
-        FLOWS[name] = function
-        return function
-
-    return register
 
 
 class Job:
@@ -73,34 +58,6 @@ class Job:
     def plain(self, nested: bool = True) -> dict[str, Any]:
         states = {k: v for k, v in self.optimizer.state_dict().items() if hasattr(v, "numpy")}
         return {"model": self.net.state_dict(), "optimizer": states} if nested else {**self.net.state_dict(), **states}
-
-
-def refused(call: Callable[[], Any]) -> str | None:
-    """The text of the library's error; None where there is none."""
-    try:
-        call()
-    except fc.CheckpointError as error:
-        return str(error)
-    except ValueError as error:  # of a description
-        if "Remedy" in str(error):
-            return str(error)
-        raise
-    return None
-
-
-def judged(error: str | None, got: Any, wanted: Any, what: str, may_fail: bool = True) -> str:
-    """ "error" or "equal".
-
-    Raises:
-        Finding: The values are wrong, or what is right was refused.
-    """
-    if error is not None:
-        if not may_fail:
-            raise Finding(f"refused: {error[:400]}")
-        return "error"
-    if got != wanted:
-        raise Finding(f"{what}: wrong values, and nothing says so")
-    return "equal"
 
 
 @flow("networks are made in another order")
@@ -213,7 +170,7 @@ def _codes(pick: Pick, root: Path) -> str:
     if native:
         fc.save_state_dict(dict(tensors), root / "hf")
     else:
-        _write(root / "hf" / "model.safetensors", tensors)
+        write_safetensors(root / "hf" / "model.safetensors", tensors)
     if config:
         (root / "hf" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     target = {"lin.weight": np.full((8, 4), -1, np.float32)}
@@ -224,10 +181,11 @@ def _codes(pick: Pick, root: Path) -> str:
     return judged(error, target["lin.weight"].tolist(), codes.astype(np.float32).tolist(), kind, may_fail=coded)
 
 
-_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32", "float16": "F16", "float32": "F32"}
+_CODES = {"float8_e4m3fn": "F8_E4M3", "int8": "I8", "uint8": "U8", "int32": "I32", "float16": "F16", "float32": "F32",
+          "float8_e5m2": "F8_E5M2"}  # fmt: skip
 
 
-def _write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     header, data = {}, b""
     for name, array in tensors.items():
         raw = array.tobytes()
@@ -418,25 +376,3 @@ def _mistyped(pick: Pick, root: Path) -> str:
     if error is not None and known:
         raise Finding(f"--{name} {value!r} is refused: {error}")
     return "equal" if error is None else "error"
-
-
-def run_flows(seeds: Sequence[int]) -> Totals:
-    """Runs seeds, each flow in turn."""
-    logging.getLogger("paddle_flexckpt").setLevel(logging.CRITICAL)
-    fc.install()
-    totals, names = Totals(), list(FLOWS)
-    with memory_directory() as root:
-        for number in seeds:
-            name = names[number % len(names)]
-            directory = root / str(number)
-            directory.mkdir()
-            try:
-                outcome = FLOWS[name](Pick.from_seed(number), directory)
-            except Finding as finding:
-                totals.findings.append((number, name, str(finding)))
-            except Exception as error:
-                totals.findings.append((number, name, f"raw {error!r:.400}"))
-            else:
-                getattr(totals, outcome)[name] += 1
-            shutil.rmtree(directory, ignore_errors=True)
-    return totals
