@@ -87,8 +87,8 @@ def own_directory(tier: MemoryTier, run: str = "") -> LocalBackend:
         if not is_shared and (owners != {user} or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
             raise ValidationError(
                 f"others than user {user} could have put steps into {each.path}: its owner is user {found.st_uid}, its "
-                f"mode {stat.S_IMODE(found.st_mode):o}. Remedy (FC507): if it is this user's and nobody else writes there, "
-                f"`chmod go-w {each.path}`; else {_ANOTHER}"
+                f"mode {stat.S_IMODE(found.st_mode):o}. Remedy (FC507): `chmod go-w {each.path}`, if it is this user's "
+                f"and nobody else writes there; else {_ANOTHER}"
             )
     return directory
 

@@ -107,7 +107,7 @@ def _differences(scheduler: Any, saved: dict[str, Any]) -> str:
 
 
 def _keeps_state(scheduler: Any, step: int) -> bool:
-    """Return whether a scheduler cannot be stepped to a step: it is beyond that, or has state that steps do not give."""
+    """Return whether a scheduler cannot be stepped to a step: it is beyond it, or has state that steps do not give."""
     own = scheduler.state_dict().keys() - {"last_epoch", "last_lr"}
     has_own = bool(own) and not type(scheduler).__module__.startswith("paddle.")
     return scheduler.last_epoch > step or has_own or _has_plateau(scheduler)
@@ -145,7 +145,7 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
     """Set a scheduler, and those inside it, to a saved state.
 
     If their arguments are others than the saved ones, step it to the saved step under its own instead, and log a
-    warning on rank 0. One that cannot be stepped there gets the saved state; its next rate is that of its own arguments.
+    warning on rank 0. One that cannot be stepped there gets the saved state; its next rate is of its own arguments.
     One that reduces its rate by past losses keeps the reductions.
     """
     import paddle.distributed as dist

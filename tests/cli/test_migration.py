@@ -33,7 +33,9 @@ def sources(tmp_path, monkeypatch):
     weights = {"model.norm.weight": np.ones(4, np.float32), "model.q_proj.weight": np.ones((4, 6), np.float32)}
     test_unified_checkpoint.save_merged(tmp_path / "unified", "model", weights)
     test_paddle_checkpoint.write(tmp_path / "dist_checkpoint")
-    test_torch_dcp.write(tmp_path / "torch_dcp")
+    test_torch_dcp.write(tmp_path / "with_codes")  # whose float8 is refused where it would be cast
+    without = {"aoa_statements": ["model.eighth -> _"]}
+    convert_checkpoint("with_codes", "torch_dcp", aoa_config=without, format="torch_dcp")
     save_file(llama(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     for folder in (tmp_path, tmp_path / "hf"):
         (folder / "config.json").write_text(json.dumps(CONFIG))

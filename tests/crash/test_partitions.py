@@ -77,7 +77,7 @@ def test_partitions_that_are_put_in_place_after_the_manifest_are_found_out(bench
 
     publish = save_directory.publish
 
-    def publish_first(backend, name, data, check):
+    def publish_first(backend, name, data, *checks):
         publish(backend, name, data)
         while late:
             late.pop()()

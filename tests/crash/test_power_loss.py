@@ -62,12 +62,12 @@ def _directory_once(monkeypatch):
     """Make data files' names durable together with the manifest's."""
     publish = save_directory.publish
 
-    def once(backend, name, data, check):
+    def once(backend, name, data, *checks):
         with monkeypatch.context() as patch:
             calls = []
             sync = backend.sync
             patch.setattr(backend, "sync", lambda: calls.append(0) if not calls else sync())
-            publish(backend, name, data, check)
+            publish(backend, name, data, *checks)
 
     monkeypatch.setattr(save_directory, "publish", once)
 

@@ -57,6 +57,16 @@ def test_a_worker_ignores_the_signals_of_open_managers_and_ends_by_others_with_s
     assert worker.exitcode == 0
 
 
+def test_the_start_method_of_processes_stays_the_caller_s():
+    code = (
+        "import multiprocessing, signal, paddle\n"
+        "from paddle_flexckpt.manager.preemption import PreemptionSignals\n"
+        "PreemptionSignals([signal.SIGTERM])\n"
+        "multiprocessing.set_start_method('spawn')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_paddle_is_as_it_was_when_no_manager_is_open():
     workers, before = LoaderWorkers(), _DataLoaderIterMultiProcess._init_workers
     for signals, change in (([TERM, USR1], 1), ([USR1], 1), ([TERM, USR1], -1)):

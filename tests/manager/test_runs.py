@@ -595,3 +595,14 @@ def test_a_start_that_has_lost_its_root_looks_again_who_saves_there(tmp_path):
     restore(manager)
     save(manager, 3)
     assert manager.all_steps() == [1, 2, 3]
+
+
+def test_managers_of_one_process_are_one_start(tmp_path):
+    first = manager_of(tmp_path / "run")
+    save(first, 1)
+    second = manager_of(tmp_path / "run")
+    restore(second)
+    save(second, 2)
+    save(first, 3)
+    save(second, 4)
+    assert second.all_steps() == [1, 2, 3, 4]

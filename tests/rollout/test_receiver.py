@@ -298,7 +298,7 @@ def test_a_secret_is_made_for_one_user_of_one_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv(SECRET, raising=False)
     for address in ("127.0.0.1:1", "[::1]:1", "localhost:1"):
-        with pytest.raises(ValidationError, match=rf"needs a secret of .*16 bytes. Remedy \(FC951\): set {SECRET}"):
+        with pytest.raises(ValidationError, match=rf"needs a secret of .*16 bytes.* Remedy \(FC951\): set {SECRET}"):
             find_secret(address)
     assert os.listdir(tmp_path) == []
     made = find_secret("127.0.0.1:1", makes=True)
@@ -308,6 +308,10 @@ def test_a_secret_is_made_for_one_user_of_one_machine(tmp_path, monkeypatch):
     assert find_secret("[::1]:7") == find_secret("::1:7", makes=True) == made
     with pytest.raises(ValidationError, match="needs a secret"):
         find_secret("10.0.0.7:1", makes=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    with pytest.raises(ValidationError, match="bytes; ~/.flexckpt_receive_secret cannot be used. Remedy"):
+        find_secret("127.0.0.1:1", makes=True)
+    monkeypatch.setenv("HOME", str(tmp_path))
     path.chmod(0o640)
     with pytest.raises(ValidationError, match="needs a secret"):
         find_secret("127.0.0.1:1", makes=True)

@@ -209,16 +209,71 @@ def test_a_schedule_that_cannot_be_at_the_saved_step_is_refused_and_unchanged(ca
     saved = SCHEDULERS["OneCycle"]()
     for _ in range(15):
         saved.step()
+    state, other = collect_extra_state(saved, rng=False), lr.OneCycleLR(0.1, 10)
+    before = other.state_dict()
+    told = restore_extra_state(state, other, rng=False).not_restored["lr_scheduler"]
+    why = "cannot be stepped to the saved step: ValueError.*number of total steps is 10"
+    assert re.search(f"total_steps was 20, and is .* {why}", told)
+    assert other.state_dict() == before
+
+
+def test_a_schedule_goes_back_within_a_run_that_has_lowered_its_rate(caplog):
+    schedule = lr.StepDecay(0.1, 4)
+    for _ in range(10):
+        schedule.step()
+    state = collect_extra_state(schedule, rng=False)
+    for _ in range(5):
+        schedule.step()
+    schedule.base_lr *= 0.5
+    assert restore_extra_state(state, schedule, rng=False).restored == ["lr_scheduler"]
+    assert "base_lr was 0.1, and is 0.05 here" in caplog.messages[0]
+    assert schedule.last_epoch == 10
+    schedule.step()
+    assert schedule() == 0.05 * 0.1**2
+
+
+class Best(lr.LRScheduler):
+    """A user's scheduler with state that steps alone do not give."""
+
+    def __init__(self, peak, best=9.0):
+        self._best = best
+        super().__init__(peak)
+
+    def state_keys(self):
+        super().state_keys()
+        self.keys.append("_best")
+
+    def get_lr(self):
+        return self.base_lr / self._best
+
+
+def test_state_of_a_user_s_scheduler_is_no_argument_and_is_kept(caplog):
+    saved, same, other = Best(0.9), Best(0.9), Best(1.8)
+    saved._best = 3.0
+    saved.step()
     state = collect_extra_state(saved, rng=False)
-    ahead = lr.OneCycleLR(0.1, 50)
-    for _ in range(16):
-        ahead.step()
-    for other, why in ((lr.OneCycleLR(0.1, 10), "number of total steps is 10"), (ahead, "it is at step 16")):
-        before = other.state_dict()
-        report = restore_extra_state(state, other, rng=False)
-        told = report.not_restored["lr_scheduler"]
-        assert re.search(f"total_steps was 20, and is .* cannot be stepped to the saved step: ValueError.*{why}", told)
-        assert other.state_dict() == before
+    restore_extra_state(state, same, rng=False)
+    assert (caplog.messages, same._best, same()) == ([], 3.0, saved())
+    restore_extra_state(state, other, rng=False)
+    assert "base_lr was 0.9, and is 1.8 here" in caplog.messages[0]
+    other.step()
+    assert (other._best, other()) == (3.0, 0.6)
+
+
+def test_a_function_that_fails_at_the_saved_step_is_refused():
+    saved, table = lr.LambdaDecay(0.1, lambda step: 1.0), [1.0] * 3
+    for _ in range(5):
+        saved.step()
+    state = collect_extra_state(saved, rng=False)
+    fresh = lr.LambdaDecay(0.1, lambda step: table[step])
+    told = restore_extra_state(state, fresh, rng=False).not_restored["lr_scheduler"]
+    assert "raises IndexError" in told
+
+
+def test_an_argument_that_is_no_number_equals_itself(caplog):
+    saved, fresh = Counting(0.1, float("nan")), Counting(0.1, float("nan"))
+    restore_extra_state(collect_extra_state(saved, rng=False), fresh, rng=False)
+    assert caplog.messages == []
 
 
 def test_a_schedule_of_an_earlier_release_has_no_arguments_to_compare(caplog):
