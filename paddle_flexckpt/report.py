@@ -273,8 +273,8 @@ class ExportReport(Report):
             ``states``.
         total_bytes: Bytes of tensors written.
         bytes_read: Bytes of tensors read.
-        bytes_verified: The part of ``bytes_read`` whose checksums were compared.
-        bytes_extra: The part of ``bytes_read`` that no tensor needed, as of a load.
+        bytes_verified: As of a load.
+        bytes_extra: As of a load.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         maybe_fused: Keys whose element order is unknown, as they may be fused (old and foreign checkpoints); they were
             written as they are.

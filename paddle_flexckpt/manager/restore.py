@@ -57,7 +57,7 @@ class RestoreReport(ShortRepr):
         tier: ``"memory"`` if the step was read from the memory of nodes, and nothing from the root.
         nodes: Of a step in memory, the number of nodes that had it, and of those that had saved it.
         not_in_memory: Steps in memory that come before this one and were not taken: too many of their nodes are lost,
-            or with ``fallback`` they are damaged; with the reason.
+            or they are damaged, with ``fallback`` or where the root has the step; with the reason.
     """
 
     step: int
@@ -319,11 +319,9 @@ def restore_first(
 ) -> tuple[RestoreReport, set[int]]:
     """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
-    A step in memory that has lost its nodes is passed over in any case, and so is one that is damaged there if the root
-    has the step too. Return the report, and the skipped steps whose directory
-    holds another step's intact checkpoint.
-
-    ``skipped`` are steps that were ruled out before, with the reason.
+    A step in memory that has lost its nodes is passed over in any case, and so is one that cannot be read there if the
+    root has the step too. Return the report, and the skipped steps whose directory holds another step's intact
+    checkpoint. ``skipped`` are steps that were ruled out before, with the reason.
 
     Raises:
         CheckpointError: As of :func:`restore_checkpoint`.

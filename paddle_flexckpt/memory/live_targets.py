@@ -25,7 +25,7 @@ from paddle_flexckpt.memory.tensor_memory import address_range, device_of, dtype
 from paddle_flexckpt.memory.tensors import HostTensor
 from paddle_flexckpt.sharded_weight import MODEL_REMEDY, MasterSlice
 from paddle_flexckpt.transfer.copies import DeviceStorage
-from paddle_flexckpt.transfer.names import COUNTED, raw_parameter
+from paddle_flexckpt.transfer.names import COUNTED, MASTER_STATE, raw_parameter
 from paddle_flexckpt.transfer.targets import Memory, Targets
 
 logger = logging.getLogger(__name__)
@@ -206,6 +206,8 @@ def _is_read_only(tensor: Any) -> bool:
 def _is_copy(tensor: Any, weight: Any) -> bool:
     """Return whether a tensor has a parameter's name, but an operation has made it, as hooks of ``state_dict()`` do."""
     if not COUNTED.fullmatch(tensor.name):
+        return False
+    if weight is not None and weight.key.endswith(f".{MASTER_STATE}"):  # stage 2 casts its masters so
         return False
     node = getattr(tensor, "grad_fn", tensor)
     # Views that have a parameter's name are in shards. The tensors of paddle.load() have a node.

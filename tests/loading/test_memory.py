@@ -104,7 +104,7 @@ result["load of columns"] = extra(
 )
 assert all((HostTensor(tensor).array == 1 + i).all() for i, tensor in enumerate(cut.values()))
 assert reports[0].bytes_read == count * rows * width * 4
-assert reports[0].bytes_verified == 0
+assert reports[0].bytes_verified == count * rows * columns * 4
 result["load of columns, verified"] = extra(
     lambda: fc.load_state_dict(shards(cut, columns - width), path, unique_id=1, verify="full")
 )

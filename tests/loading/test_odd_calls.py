@@ -18,6 +18,7 @@ from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.run_state import load_extra_state
 from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.manager.samples import listed
 from tests.saved import short
 
 SOLO = SoloCommunicator()
@@ -133,7 +134,7 @@ def test_a_failed_save_leaves_no_directory_and_says_what_retention_needs(tmp_pat
             full(patched)
             with pytest.raises(fc.CheckpointError, match="no step can go yet. Remedy .FC402.: make room"):
                 manager.save(3, state=state(3), rng=False)
-        assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
+        assert listed(tmp_path) == ["step_00000001", "step_00000002"]
         manager.save(3, state=state(3), rng=False)
         assert manager.all_steps() == [2, 3]
 
