@@ -7,6 +7,7 @@ would also send all messages through device memory.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -66,6 +67,18 @@ class PaddleCommunicator(Communicator):
 
     def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
         return self._channel.all_to_all(note, payloads)
+
+
+def announce_rank() -> None:
+    """Tell the job's other ranks, if there are any yet, that this one is here: they notice then if it dies."""
+    import paddle.distributed as dist
+
+    from paddle_flexckpt.ranks.lost_ranks import announce
+
+    store = default_store() if dist.is_initialized() else None
+    if store is not None:
+        with contextlib.suppress(Exception):  # its first call with others says why
+            announce(store, int(dist.get_rank()))
 
 
 def device_group(comm: Communicator) -> Any:

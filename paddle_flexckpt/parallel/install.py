@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
+from paddle_flexckpt.communication.group_communicators import announce_rank
 from paddle_flexckpt.overlaps import note_overlap
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
 from paddle_flexckpt.parallel.layers import (
@@ -165,11 +166,12 @@ def _muon() -> list[tuple[type, tuple[type, ...]]]:
 
 
 def install() -> None:
-    """Give ``sharded_state_dict`` to Paddle's layers and optimizers.
+    """Give ``sharded_state_dict`` to Paddle's layers and optimizers; other ranks notice from now on if this one dies.
 
     Calling it again does nothing. A method that Paddle has already stays reachable with ``_paddle_`` in front, e.g.
     ``layer._paddle_sharded_state_dict()``; :func:`uninstall` puts it back.
     """
+    announce_rank()
     if is_installed():
         return
     overlapping = []

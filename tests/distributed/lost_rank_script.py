@@ -46,7 +46,9 @@ if point == "while it reads for others":
         os._exit(3)
     print("loaded", flush=True)
     os._exit(0)
-if point != "before the first call":
+if point == "after install()":
+    fc.install()
+if point not in ("before the first call", "after install()"):
     fc.save_state_dict(state(1), directory, unique_id=0)
 elif rank == victim:
     communicator.default_store().get("all are connected")  # waits

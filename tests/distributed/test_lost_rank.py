@@ -121,3 +121,11 @@ def test_a_rank_that_dies_before_its_first_call_is_not_said_to_be_alive(tmp_path
     assert (
         f"cannot save to {str(tmp_path / 'c')!r}: rank 1 is missing: it has gone before its first call" in ended[0][1]
     )
+
+
+def test_a_rank_that_dies_before_its_first_call_is_lost_once_it_has_installed(tmp_path):
+    """Without the short patience of the test above: the others notice at once."""
+    ended = run(tmp_path, "gloo", 2, 1, point="after install()")
+    assert ended[1][0] == -signal.SIGKILL
+    assert ended[0][0] == 3, (tmp_path / "stderr.0").read_text()
+    assert f"cannot save to {str(tmp_path / 'c')!r}: rank 1 is lost" in ended[0][1]
