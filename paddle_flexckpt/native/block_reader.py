@@ -205,8 +205,8 @@ class BlockReader(ReadPlanner):
 
     def may_read_part(self, row: int, begin: int, end: int, mapped: bool = False) -> bool:
         """Return whether a byte range of a row may be read as it is."""
-        columns = (np.asarray([each], dtype=np.int64) for each in (row, begin, end))
-        return bool(self.may_read_parts(*columns, mapped)[0])
+        rows, first, last = (np.asarray([each], dtype=np.int64) for each in (row, begin, end))
+        return bool(self.may_read_parts(rows, first, last, mapped)[0])
 
     def block_length(self, item: int, block: int) -> int:
         """Return the bytes of a block."""
