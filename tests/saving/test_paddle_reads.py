@@ -18,6 +18,7 @@ from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.verification import repair_manifest
+from tests.manager.samples import listed
 from tests.native.samples import store, whole
 from tests.property.layouts import Shard
 
@@ -172,7 +173,7 @@ def test_a_removed_step_leaves_nothing(tmp_path):
     manager = CheckpointManager(tmp_path, keep=[KeepLatest(1)], process_group="self")
     for step in (1, 2):
         manager.save(step, state={"w": paddle.full([2], step)}, rng=False)
-    assert os.listdir(tmp_path) == ["step_00000002"]
+    assert listed(tmp_path) == ["step_00000002"]
     merged = paddle.distributed.load_merged_state_dict(str(tmp_path / "step_00000002"), safetensors=True)
     assert merged["w"].tolist() == [2.0, 2.0]
 
