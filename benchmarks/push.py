@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             begin += len(array)
 
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        weights = PushedWeights(SoloCommunicator(), state, lambda: (b"{}",), "push", ReshardOptions())
-        weights.plan(None, None, (0,))
+        weights = PushedWeights(SoloCommunicator(), state, lambda: (b"{}",), "push", ReshardOptions(), None)
+        weights.plan(None, (0,))
         command = [sys.executable, "-m", "paddle_flexckpt", "receive", "--port", "0", "--directory", folder]
         receiver = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, SECRET: KEY})
         try:

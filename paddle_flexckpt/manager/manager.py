@@ -287,6 +287,7 @@ class CheckpointManager:
         """Return this rank's part of a step, and its message about it; the coordinator prepares the directory."""
         self._check_open()
         check_step(asked.step)
+        head = asked.encode("save", **objects.given(), **where)
         shards, numbers, run = objects.shards(), check_metrics(metrics), self._run
         if run is None and self._comm.position == 0:
             run = self._steps.begin_run(asked.step, *self._continues)
@@ -295,7 +296,7 @@ class CheckpointManager:
         if self._comm.position == 0 and where["to_root"]:
             warn_of_missing_metrics(self._keep, numbers)
             self._steps.prepare(asked.step, replaces)
-        return contents, join((asked.encode("save", **objects.given(), **where), contents.describe()))
+        return contents, join((head, contents.describe()))
 
     def stage_next(self) -> bool:
         """Copy at most ``slice_bytes`` of a save that is staged in slices; communicate nothing.

@@ -12,14 +12,12 @@ import ctypes
 import functools
 import itertools
 import mmap
-import multiprocessing
 import os
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from multiprocessing import util
 from types import FrameType
 from typing import Any
 
@@ -177,9 +175,13 @@ class LoaderWorkers:
 
     def __init__(self) -> None:
         """Begin without signals."""
+        from multiprocessing import get_start_method, util
+
         from paddle.io.dataloader.dataloader_iter import _DataLoaderIterMultiProcess
 
         self._loader, self._trainer, self._undo = _DataLoaderIterMultiProcess, os.getpid(), Undo()
+        # Without a look at the default, which would be fixed by that. Paddle's is to fork.
+        self._forks = lambda: get_start_method(allow_none=True) in (None, "fork")
         # Shared with forks. By the number of a signal: how many open managers wait for it. At 0: whether this exits.
         self._shared = memoryview(mmap.mmap(-1, 4 * signal.NSIG)).cast("I")
         # At exit multiprocessing calls this, and then terminates and joins the workers.
@@ -199,8 +201,7 @@ class LoaderWorkers:
 
         @functools.wraps(fork_workers)
         def fork_shielded(loader: Any) -> None:
-            # Without a look at the default, which would be fixed by that. Paddle's is to fork.
-            if os.getpid() != self._trainer or multiprocessing.get_start_method(allow_none=True) not in (None, "fork"):
+            if os.getpid() != self._trainer or not self._forks():
                 return fork_workers(loader)
             signals, given = [each for each in range(1, signal.NSIG) if self._shared[each]], loader._worker_init_fn
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)

@@ -116,7 +116,7 @@ def run(job: Job, path: Path) -> None:
     environment = {"PYTHONPATH": str(ROOT), "JOB_TOKEN": token, "FLAGS_tcp_store_using_libuv": "0"}
     with subprocess.Popen(
         [*command, str(job.ranks), job.loader, str(job.is_async)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=path, env={**os.environ, **environment},
     ) as process:  # fmt: skip
         said = []
         for line in process.stdout:

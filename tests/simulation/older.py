@@ -105,7 +105,7 @@ def bring(tree: Path) -> None:
             text = re.sub(r"ROOMS = \(.*?\)\n", f"ROOMS = {_ROOMS}\n", text, flags=re.DOTALL)
             text = re.sub(r"SINGLE = \(.*?\)\n", f"SINGLE = {('report', *brought)}\n", text)
             # Processes had less of their own.
-            text = re.sub(r'        \("(background|observers).*\n', "", text)
+            text = re.sub(r'        \("(background|observers|manager).*\n', "", text)
             text = text.replace('("ranks.lost_ranks"', '("testing.simulation.own_lost_ranks"')
             text = text.replace(f"    from {_PACKAGE}.background import writer\n", "")
         path.write_text(text, encoding="utf-8")
