@@ -199,11 +199,7 @@ class Program:
             )
 
     def _run_plain(self, rule: Rule, bindings: Sequence[Ids]) -> bool:
-        """Carry out a rule that is the same for all ids, column by column, as most rules are.
-
-        Returns:
-            False if some id has a problem; then nothing was assigned.
-        """
+        """Carry out a rule that is the same for all ids, column by column, as most rules are."""
         try:
             left = [list(map(template.formatter(rule.placeholders), bindings)) for template in rule.left]
             right = [list(map(template.formatter(rule.placeholders), bindings)) for template in rule.right]

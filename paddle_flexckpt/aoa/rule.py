@@ -241,9 +241,6 @@ def _ends(
     """Return which state each name of a rename stands for, if exactly one of the names is a state.
 
     A plain ``optimizer.state_dict()`` has such other names: its states are not named as states.
-
-    Returns:
-        The state that is read and the one that is assigned, PARAMETER for the other name; None for all other renames.
     """
     tails = [template.text.rpartition(".")[2] for template in (left, right)]
     looks = [tail in states and tail != t.text for tail, t in zip(tails, (left, right))]

@@ -23,12 +23,7 @@ class Side:
     """The tensors of a source or a destination."""
 
     def __init__(self, catalog: Catalog, other_keys: Iterable[str] = ()) -> None:
-        """Read a catalog.
-
-        Args:
-            catalog: All shards of the side.
-            other_keys: Keys of the other side, which help to distinguish states from parameters.
-        """
+        """Read a catalog."""
         self._catalog = catalog
         numbers, rows = np.unique(catalog.key, return_index=True)
         infos = _infos(catalog, rows)

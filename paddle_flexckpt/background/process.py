@@ -62,9 +62,6 @@ class WriterProcess:
         The callbacks run in a thread of this object. ``on_message`` gets the number of a save and the process's message
         about it: that it has begun, its progress, or its outcome. ``on_end`` gets this object and the way the process
         ended, once.
-
-        Raises:
-            CheckpointError: It could not be started.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         # Takes the process's stderr. It is a file without a name: an inherited pipe would stay open as long as the

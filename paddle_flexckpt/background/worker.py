@@ -182,9 +182,6 @@ def _lower_session(nice: int) -> None:
     """Lower the priority of this session: kernels with autogroups share the processor among sessions first.
 
     Within a session of its own, the writer's nice value would count for nothing.
-
-    Raises:
-        OSError: It was refused.
     """
     for turn in range(_TURNS):
         try:

@@ -239,11 +239,7 @@ def _as_text(key: str, array: np.ndarray) -> str:
 
 
 def _part(text: str) -> Any:
-    """Return an index, a slice or ``...`` from its text.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Return an index, a slice or ``...`` from its text."""
     if text == "...":
         return ...
     numbers = [int(number) if number.strip() else None for number in text.split(":")]

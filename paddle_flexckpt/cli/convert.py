@@ -131,11 +131,7 @@ def _convert(options: argparse.Namespace) -> str:
 
 
 def _statements(options: argparse.Namespace) -> Any:
-    """Return the AOA statements: the given ones, or those of the family of models.
-
-    Raises:
-        ValidationError: The options are ambiguous.
-    """
+    """Return the AOA statements: the given ones, or those of the family of models."""
     if options.model is None:
         if options.set:
             raise ValidationError(["--set is about the rules of a family. Remedy (FC101): give --model too"])

@@ -145,11 +145,7 @@ class DeviceExchange:
     """
 
     def __init__(self, group: Any, plan: ExchangePlan, source: Catalog) -> None:
-        """Lay out the messages of this rank's part of a plan; the group's backend works on device memory.
-
-        Raises:
-            MemoryError: The device has no room for the buffers.
-        """
+        """Lay out the messages of this rank's part of a plan; the group's backend works on device memory."""
         self._group = group
         self._source = source
         position = {int(rank): position for position, rank in enumerate(group.ranks)}

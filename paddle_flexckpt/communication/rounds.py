@@ -48,12 +48,7 @@ class RowsReadAhead(HeldRows):
     """The source rows of each round, read by a thread ahead of the thread that sends them and the one that copies."""
 
     def __init__(self, count: int, read: Callable[[int], Storage]) -> None:
-        """Read nothing before the first round is requested: a rank first connects to those that wait for it.
-
-        Args:
-            count: Number of rounds.
-            read: Reads the rows of a round; called for one after the other.
-        """
+        """Read nothing before the first round is requested: a rank first connects to those that wait for it."""
         self._count, self._read = count, read
         self._changed = threading.Condition()
         self._there: dict[int, Storage] = {}

@@ -258,11 +258,7 @@ def detect_format(path: Location) -> str:
 
 
 def _split_file(location: Location) -> tuple[Backend, str | None]:
-    """Return the directory of a location, and the file in it that the location names, if that is a source.
-
-    Raises:
-        ValidationError: It is not a location.
-    """
+    """Return the directory of a location, and the file in it that the location names, if that is a source."""
     if isinstance(location, Backend):
         return _resolved(location), None
     path = path_of(location)
@@ -282,12 +278,7 @@ def _resolved(location: Location) -> Backend:
 
 
 def _find_source(listing: Listing, formats: Iterable[str]) -> ForeignCheckpoint | None:
-    """Find another program's checkpoint of one of some formats; None if there is none.
-
-    Raises:
-        ValidationError: There is more than one candidate; the text has the way to choose.
-        CorruptCheckpointError: Safetensors files are damaged.
-    """
+    """Find another program's checkpoint of one of some formats; None if there is none."""
     found: list[ForeignCheckpoint] = []
     hidden: set[str] = set()
     for origin in formats:

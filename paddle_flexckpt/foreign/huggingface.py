@@ -358,11 +358,7 @@ def manifest_of_files(
 
 
 def _read_shards_manifest(backend: Backend, names: Sequence[str]) -> Manifest:
-    """Read the files of ranks as a manifest without checksums.
-
-    Raises:
-        CorruptCheckpointError: A file is damaged or has no places, or the chunks leave holes or overlap.
-    """
+    """Read the files of ranks as a manifest without checksums."""
     files = map_files(backend, lambda name: read_tensor_file(backend, name), names)
     offsets = [_read_offsets(file, backend.where(file.name)) for file in files]
     wholes: dict[str, list[int]] = {}

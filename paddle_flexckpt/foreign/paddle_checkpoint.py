@@ -218,11 +218,6 @@ def _read_paddleformers(backend: Backend, ids: Mapping[str, Sequence[int]], uniq
     """Read several directories, each with its ids, as one manifest; its files have their directory in front.
 
     None as an id takes the highest of the first directory.
-
-    Raises:
-        ValidationError: There is no such checkpoint, or its metadata contradicts itself.
-        CorruptCheckpointError: One of the directories has no such checkpoint, a file is damaged, missing, or not what
-            the metadata says, or two directories have the same key; UnsafePickleError where a pickle is more than data.
     """
     if unique_id is not None and not any(unique_id in found for found in ids.values()):
         raise ValidationError(f"{backend.path} has no checkpoint with id {unique_id}; ids by directory: {ids}")

@@ -206,11 +206,7 @@ def _rank_files(backend: Backend, names: set[str], kind: str) -> list[_RankFile]
 def _placed(
     backend: Backend, own: Sequence[_RankFile], shapes: Mapping[str, tuple[int, ...]], kind: str
 ) -> list[StoredShard]:
-    """Return the parts of ranks, each with its place in the whole tensor.
-
-    Raises:
-        ValidationError: The place of a part is not known.
-    """
+    """Return the parts of ranks, each with its place in the whole tensor."""
     degree = max(each.at.get("tp", 0) for each in own) + 1
     shards: list[StoredShard] = []
     problems: list[Problem | str] = []

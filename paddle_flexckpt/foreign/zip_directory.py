@@ -73,15 +73,7 @@ class Layout:
     """
 
     def __init__(self, read: Read, size: int, where: str, members: Sequence[ZipMember], small: Sequence[ZipMember]):
-        """Read an archive.
-
-        Args:
-            read: Reads bytes of the archive.
-            size: The number of bytes of the archive.
-            where: Its path, for errors.
-            members: The members whose headers have to be equal.
-            small: The members whose contents have to be equal too.
-        """
+        """Read an archive."""
         begin, count, directory, end = _read_text(read, size, where)
         pieces = [(begin, directory)]
         checksums = []

@@ -196,11 +196,7 @@ class FilePeers(Peers):
         self._round = number_rounds(place, self.rows.byte_length)
 
     def _open_files(self, plan: ExchangePlan) -> None:
-        """Open the files that this rank is to read.
-
-        Raises:
-            CorruptCheckpointError: They have changed.
-        """
+        """Open the files that this rank is to read."""
         reader = self._reader = self.files.open_reader()
         used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
         rows = np.unique(np.concatenate(used))

@@ -97,11 +97,7 @@ class _WholeTensors:
     _batches: list[dict[str, TensorInfo]]
 
     def __init__(self, comm: Communicator, state: GatheredState, options: FullOptions) -> None:
-        """Divide the tensors into batches, as many on every rank. One collective.
-
-        Raises:
-            ValidationError: The statements do not fit, or Paddle cannot hold a tensor; the same on every rank.
-        """
+        """Divide the tensors into batches, as many on every rank. One collective."""
         self._comm, self._state, self._options = comm, state, options
         self._owned = dict(zip(np.flatnonzero(state.catalog.rank == comm.rank).tolist(), state.tensors))
         self._digests, counts = comm.together(self._divide, _CONTEXT)

@@ -146,12 +146,7 @@ def _shared_source(comm: Communicator, path: Location, options: LoadOptions, con
 def _load_from_nodes(
     comm: Communicator, path: Location, options: LoadOptions, context: str, load_from: Callable[[Source], LoadReport]
 ) -> LoadReport:
-    """Load from nodes that share no storage; where copies are damaged, try again with those of other nodes.
-
-    Raises:
-        ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
-        CorruptCheckpointError: No rank can read the manifest, or something of which no copy is undamaged.
-    """
+    """Load from nodes that share no storage; where copies are damaged, try again with those of other nodes."""
     from paddle_flexckpt.loading.file_peers import FilePeers
     from paddle_flexckpt.loading.node_files import DamagedCopies, find_damaged_copies, find_nodes
 

@@ -184,11 +184,7 @@ def _raise_nothing_found(
 
 
 def _choose_id(descriptions: Sequence[Mapping[str, Any]], context: str) -> int:
-    """Return the highest id that a rank sees; as on shared storage, ranks agree about it, named or found.
-
-    Raises:
-        ValidationError: They do not.
-    """
+    """Return the highest id that a rank sees; as on shared storage, ranks agree about it, named or found."""
     chosen = max(each["id"] for each in descriptions if "id" in each)
     requested = [chosen if each["asked"] is None else each["asked"] for each in descriptions]
     check_same([json.dumps({"checkpoint": f"id {each}"}).encode() for each in requested], context)
@@ -198,11 +194,7 @@ def _choose_id(descriptions: Sequence[Mapping[str, Any]], context: str) -> int:
 def _find_saves(
     descriptions: Sequence[Mapping[str, Any]], unique_id: int, context: str, warns: bool
 ) -> dict[tuple[int, str], int]:
-    """Return the saves of an id whose manifests ranks have read, each with the position of one of these ranks.
-
-    Raises:
-        CorruptCheckpointError: No manifest can be read, or one cannot that may be of a newer save.
-    """
+    """Return the saves of an id whose manifests ranks have read, each with the position of one of these ranks."""
     owners: dict[tuple[int, str], int] = {}
     for position, each in enumerate(descriptions):
         if "save" in each:

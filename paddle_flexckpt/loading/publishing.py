@@ -205,16 +205,7 @@ class Publication:
         file_prefix: str = "model",
         skips: Sequence[str] | None = None,
     ) -> None:
-        """Take the ranks, the directory, the options of the call and its name.
-
-        Args:
-            comm: The ranks.
-            output: The directory.
-            options: Those of the call.
-            call: Its name.
-            file_prefix: What the names of files start with.
-            skips: Endings of the keys to leave out, where optimizer states are written too; None: these are left out.
-        """
+        """Take the ranks, the directory, the options of the call and its name."""
         self._comm, self._location, self._options, self._call = comm, output, options, call
         self._file_prefix, self._skips = file_prefix, skips
         self._context = f"{call} cannot write to {shown(output)}"
@@ -286,9 +277,6 @@ class Publication:
         """Choose tensors, divide them among files, and begin this rank's own files.
 
         The choice is the same on every rank, as all know all sources.
-
-        Raises:
-            ValidationError: They cannot be written so.
         """
         comm = self._comm
         self._chosen = self._choose()

@@ -166,11 +166,7 @@ class ReshardPlan:
             return self._move(begin)
 
     def _check_runs(self, answers: list[bytes]) -> list[bytes]:
-        """Return each rank's message about its plan: whether it still holds, and the rank's address.
-
-        Raises:
-            ValidationError: Ranks make different calls, or run different plans; the same on every rank.
-        """
+        """Return each rank's message about its plan: whether it still holds, and the rank's address."""
         comm, heads = self._comm, [split(answer)[0] if answer else b"" for answer in answers]
         check_calls(heads, _CONTEXT, comm.ranks)
         start = len(BRIEF_RUN) + PLAN_BYTES
@@ -327,25 +323,7 @@ def _load_state_dict(
     comm_method: str = "direct",
     **options: Any,
 ) -> LoadReport:
-    """Fill targets from (virtual) files whose tensors are in the ranks' memory.
-
-    Args:
-        target_state_dict: Names to the shards to fill.
-        source_state_dict: For every file that this rank holds, its tensors (or ShardedWeights) by name.
-        metadata_list: The contents of all files of all ranks, the same on every rank: catalogs, or ``Metadata`` objects
-            (of this library or of Paddle). Global shapes that they leave out are those of the targets.
-        process_group: The ranks that take part.
-        worker_groups: Accepted for compatibility.
-        comm_method: Accepted for compatibility: tensors go straight from holder to receiver.
-        **options: Like all other arguments, of :class:`ReshardOptions`.
-
-    Returns:
-        What was done.
-
-    Raises:
-        ValidationError: The two sides do not fit; no target was changed.
-        CheckpointError: A rank failed during the exchange.
-    """
+    """Fill targets from (virtual) files whose tensors are in the ranks' memory."""
     asked = ReshardOptions(coordinator_rank=coordinator_rank, offload=offload, **options)
     comm = communicator_for(process_group)
 

@@ -198,15 +198,7 @@ class MadeTensors(InputFile):
         stored: Manifest,
         options: FileOptions,
     ) -> None:
-        """Make nothing yet.
-
-        Args:
-            transform: The transform.
-            tensors: The tensors that it makes.
-            backend: The checkpoint's files.
-            stored: The checkpoint.
-            options: The options of reading.
-        """
+        """Make nothing yet."""
         self._transform, self._tensors = transform, {tensor.key: tensor for tensor in tensors}
         self._backend, self._stored = backend, stored
         self._options = FileOptions(verify=options.verify, use_replicas=options.use_replicas)

@@ -349,11 +349,7 @@ class MemorySteps:
         self._comm.together(remove, context)
 
     def _hold(self, context: str) -> None:
-        """Take the lock of the run's directory on each node. One collective.
-
-        Raises:
-            HeldError: Another process, or another root, has it; the same on every rank.
-        """
+        """Take the lock of the run's directory on each node. One collective."""
         self.release()
 
         def take() -> tuple[None, bytes]:

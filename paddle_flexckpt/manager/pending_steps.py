@@ -234,11 +234,7 @@ class FollowUp:
         self._steps.retain(self._keep, pending.last_saved, pending.steps, pending.doubtful)
 
     def _write_pages(self, ended: Mapping[int, tuple[Saved, Mapping[str, float], float]]) -> None:
-        """Write the pages of saves that have ended, except failed ones.
-
-        Raises:
-            CheckpointError: A page could not be written; the others have been.
-        """
+        """Write the pages of saves that have ended, except failed ones."""
         problems = []
         for step, (saved, metrics, begun) in ended.items():
             try:

@@ -89,11 +89,7 @@ def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:
 
 
 def _split_url(location: str) -> tuple[str | None, str]:
-    """Return scheme and rest of a URL; for paths and URLs of local files no scheme and the path.
-
-    Raises:
-        ValidationError: It is a URL of an unsupported kind.
-    """
+    """Return scheme and rest of a URL; for paths and URLs of local files no scheme and the path."""
     match = URL.match(location)
     if match is None:
         if _CHAIN.match(location) and "://" in location:

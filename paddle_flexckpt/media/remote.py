@@ -55,9 +55,6 @@ class FsspecBackend(Backend):
         """Connect to nothing yet; ``options`` are fsspec's, the others as of :func:`media.opening.open_storage`.
 
         ``conditions`` are those that another directory of the store has found out.
-
-        Raises:
-            ValidationError: An argument is invalid, or the URL has a password in it that would not be used.
         """
         self._url = url.rstrip("/") if not url.endswith("://") else url
         self.path = redacted(self._url)

@@ -162,11 +162,6 @@ class Retrier:
 
         ``recover`` examines an error of a later try: an earlier try may have succeeded although its answer was lost. If
         it returns a value other than None, that is the result.
-
-        Raises:
-            CheckpointError: The function has raised it, and every try before was answered.
-            OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one. Pass it to
-                :func:`is_unanswered`.
         """
         begin = time.monotonic()
         attempt, unanswered = 0, False

@@ -51,15 +51,7 @@ class Digests:
         on_device: bool | None = None,
         items: Stretches | None = None,
     ) -> None:
-        """Begin to hash.
-
-        Args:
-            held: This rank's tensors by row of the catalog.
-            catalog: What describes them.
-            lines: The stretches; rows are the catalog's.
-            on_device: Whether to take digests that devices can compute; by default each tensor's place decides.
-            items: The items that this rank writes, as stretches too.
-        """
+        """Begin to hash."""
         self._lines, self._tensors = lines, [held[row] for row in lines.row.tolist()]
         width = catalog.itemsize[lines.row]
         lengths = (lines.stop - lines.start) * width

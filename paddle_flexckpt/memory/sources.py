@@ -264,11 +264,7 @@ def _tuples(names: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
 
 
 def _orders(source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> list[tuple[str, Any]]:
-    """Return keys and orders of the elements, as defined by ShardedWeights.
-
-    Raises:
-        ValidationError: A FusedAxis does not fit its tensor.
-    """
+    """Return keys and orders of the elements, as defined by ShardedWeights."""
     owned = ((key, value) for tensors in source_state_dict.values() for key, value in tensors.items())
     orders = [(key, order_of(key, value, rank)) for key, value in owned if is_sharded_weight(value)]
     problems = [order for _, order in orders if isinstance(order, Problem)]

@@ -106,11 +106,7 @@ class BlockReader(ReadPlanner):
     def __init__(
         self, directory: Location, manifest: Manifest, verify: bool | VerifyMode = "read", use_replicas: bool = True
     ) -> None:
-        """Open nothing yet; ``use_replicas``: whether a replica in another file replaces a damaged one.
-
-        Raises:
-            ValidationError: There is no such mode (see :func:`verify_mode`), or there are no checksums for it.
-        """
+        """Open nothing yet; ``use_replicas``: whether a replica in another file replaces a damaged one."""
         backend, mode = open_backend(directory), verify_mode(verify)
         if manifest.foreign and mode == "full":
             raise ValidationError(

@@ -92,11 +92,7 @@ def write_data_file(
 
 
 def _batches(path: str, lengths: Sequence[int], data: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Yield the blocks of the items, neighbours together; every array is released before the next list is requested.
-
-    Raises:
-        ValueError: The data has not the planned lengths.
-    """
+    """Yield the blocks of the items, neighbours together; every array is released before the next list is requested."""
     blocks: list[np.ndarray] = []
     count = done = held = 0
     for part in data:

@@ -225,11 +225,7 @@ def _disagreements(directory: CheckpointDirectory, files: list[_DataFile], uniqu
 def _missing_files(
     directory: SaveDirectory, files: list[_DataFile], catalog: Catalog, known: Manifest | None
 ) -> tuple[list[Problem], str]:
-    """Distinguish lost files from those of ranks that had nothing to write.
-
-    Returns:
-        The problem; and its description for the manifest, if that may be rebuilt without these files.
-    """
+    """Distinguish lost files from those of ranks that had nothing to write."""
     here, save = [file.name for file in files], files[0].save
     if known is not None and not known.partial:
         lost = [name for name in known.catalog.files if name not in here]
@@ -285,11 +281,7 @@ def _catalogs(directory: CheckpointDirectory, files: list[_DataFile]) -> tuple[l
 
 
 def _items(file: _DataFile) -> Catalog:
-    """Return the items of one file.
-
-    Raises:
-        ValueError: The header contradicts itself (KeyError, TypeError, OverflowError, IndexError: or lacks something).
-    """
+    """Return the items of one file."""
     header = file.header
     builder = CatalogBuilder(file.rank, file.name)
     for name in sorted(header.shards, key=lambda name: int(header.entries[name]["data_offsets"][0])):

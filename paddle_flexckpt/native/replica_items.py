@@ -68,13 +68,7 @@ class ReplicaChoice:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
-        """Choose no replica yet.
-
-        Args:
-            backend: The checkpoint's directory.
-            manifest: The checkpoint's manifest.
-            allowed: Whether replicas may replace one another.
-        """
+        """Choose no replica yet."""
         self._backend = backend
         self._manifest = manifest
         self._replicas = StoredReplicas(manifest)

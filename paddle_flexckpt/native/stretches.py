@@ -224,12 +224,7 @@ class SpreadCopies:
         return np.asarray([copy.count_before(edge) for edge in edges], dtype=np.int64)
 
     def _find_parts(self, position: int, first: int, last: int) -> list[tuple[AlikeCopies, np.ndarray, int]]:
-        """Return the elements of a copy, by its place, that are in some blocks.
-
-        Returns:
-            Copies without an item; the byte where each begins, from the first block on; and the bytes from the start of
-            the copy's own memory to that of each.
-        """
+        """Return the elements of a copy, by its place, that are in some blocks."""
         dtype, before = self._copies.dtype, self._before(position)
         copy = replace(self._copies.copy, source_base=position // dtype.itemsize)
         start, stop = (int(before[min(block, len(before) - 1)]) for block in (first, last))

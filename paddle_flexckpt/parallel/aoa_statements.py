@@ -294,9 +294,6 @@ def _fold(renames: Sequence[_Rename]) -> list[str]:
 
     The first number that differs becomes ``$LAYER_ID``, the second ``$EXPERT_ID``. Where the numbers of model and
     checkpoint differ by a constant, it is added to those that are assigned: ``${LAYER_ID+1}``.
-
-    Raises:
-        ValueError: A name cannot be written in a statement.
     """
     families: dict[str, list[_Rename]] = {}
     for rename in renames:

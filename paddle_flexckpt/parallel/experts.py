@@ -142,11 +142,7 @@ def _numbers(layer: Any, name: str, place: int, size: int) -> dict[str, int]:
 
 
 def _wrongly_marked(layer: Any, prefix: str, lists: list[str], ranks: frozenset[int], total: int) -> list[Any]:
-    """Return the tensors that are marked is_distributed, although this rank has all of them.
-
-    Raises:
-        ValueError: A tensor of an expert may also be a split one.
-    """
+    """Return the tensors that are marked is_distributed, although this rank has all of them."""
     found = []
     for path, owner in layer.named_sublayers(include_self=True):
         in_expert = path.split(".", 1)[0] in lists

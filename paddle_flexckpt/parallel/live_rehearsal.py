@@ -113,11 +113,7 @@ def _layout_for(
     variant: str,
     seg_method: str | None,
 ) -> tuple[JobLayout, list[str]]:
-    """Return the layout that the arguments of :func:`rehearse` describe, and the assumptions that it makes.
-
-    Raises:
-        ValidationError: The arguments do not fit, or the strategy cannot cut the model.
-    """
+    """Return the layout that the arguments of :func:`rehearse` describe, and the assumptions that it makes."""
     if not isinstance(layout, str):
         if model is not None or optimizer is not None:
             raise ValidationError(
@@ -208,11 +204,7 @@ def describe_model(
 
 
 def _described(model: Any) -> dict[str, Any]:
-    """Return the model's shards, all of them whole.
-
-    Raises:
-        ValidationError: Some are parts.
-    """
+    """Return the model's shards, all of them whole."""
     shards: dict[str, Any] = dict(model.sharded_state_dict())
     parts = [
         key
@@ -275,11 +267,7 @@ def _in_order(optimizer: Any, shards: Mapping[str, Any]) -> list[str]:
 def _layers(
     model: Any, shards: Mapping[str, Any], infos: Mapping[str, TensorInfo], seg_method: str | None
 ) -> tuple[dict[str, tuple[int, ...]], int, frozenset[int] | None]:
-    """Return the layers of each tensor, the number of layers, and those that are divided evenly among stages.
-
-    Raises:
-        ValidationError: ``seg_method`` is invalid, or there is no PipelineLayer.
-    """
+    """Return the layers of each tensor, the number of layers, and those that are divided evenly among stages."""
     descs = _descriptions(model)
     if descs is None:
         if seg_method is not None:
@@ -325,11 +313,7 @@ def _class_name(desc: Any) -> str:
 
 
 def _check_known(model: Any, strategy: Strategy | Mesh, described: Model, cuts: Cuts) -> None:
-    """Check that the model's description has what the strategy needs.
-
-    Raises:
-        ValidationError: It does not.
-    """
+    """Check that the model's description has what the strategy needs."""
     if isinstance(strategy, Mesh):
         return
     shards = model.sharded_state_dict()
@@ -357,11 +341,7 @@ def _check_known(model: Any, strategy: Strategy | Mesh, described: Model, cuts: 
 
 
 def _check_optimizer(optimizer: Any, strategy: Strategy | Mesh) -> None:
-    """Check that Paddle can shard an optimizer as a strategy says.
-
-    Raises:
-        ValidationError: It was given frozen parameters: sharding V2 accepts none, and V1 distributes them too.
-    """
+    """Check that Paddle can shard an optimizer as a strategy says."""
     if isinstance(strategy, Mesh) or strategy.kind not in ("v1", "v2") or strategy.sharding == 1:
         return
     frozen = [parameter.name for parameter in _parameters(optimizer) if parameter.stop_gradient]

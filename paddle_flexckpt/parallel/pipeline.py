@@ -73,13 +73,7 @@ class PipelineLayerMixin:
         return sharded
 
     def _get_pipeline_names(self: Any) -> Mapping[str, str] | None:
-        """Return names to use instead of the numbered ones, for a subclass to override.
-
-        Returns:
-            Other names by numbered key, ``{index}.{name in the layer}``, for every parameter of this stage at least;
-            one mapping of the whole model will do. Names of the other positions of a shared layer become aliases.
-            None: the numbered keys are the names.
-        """
+        """Return names to use instead of the numbered ones, for a subclass to override."""
         return None
 
 
@@ -231,11 +225,7 @@ def _shared_name(desc: Any) -> str | None:
 
 
 def _positions_of(pipeline: Any) -> list[_Position]:
-    """Return the layers of this stage in the order of the description; functions in it have no parameters.
-
-    Raises:
-        ValueError: ``run_function`` does not fit the description.
-    """
+    """Return the layers of this stage in the order of the description; functions in it have no parameters."""
     positions = []
     for start, functions, chunked in _segments(pipeline):
         for local, function in enumerate(functions):
@@ -259,11 +249,7 @@ def _positions_of(pipeline: Any) -> list[_Position]:
 
 
 def _layers_beside(pipeline: Any, positions: Iterable[_Position]) -> Iterator[tuple[str, Any]]:
-    """Return the sub-layers, with their names, that a subclass has besides the layers of the description.
-
-    Raises:
-        ValueError: A sub-layer that looks like one of the description is not in ``run_function``.
-    """
+    """Return the sub-layers, with their names, that a subclass has besides the layers of the description."""
     kind = type(pipeline).__name__
     known = {id(position.layer) for position in positions}
     chunks = list(getattr(pipeline, "_model_chunks", ()))

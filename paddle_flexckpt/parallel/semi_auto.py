@@ -156,11 +156,7 @@ class DistModelMixin:
 
 
 def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tuple[str, str]:
-    """Split a state's raw name into parameter and suffix: ``linear_0.w_0.dist_moment1_1`` has ``moment1_0``.
-
-    Raises:
-        ValueError: It does not begin with a parameter's name.
-    """
+    """Split a state's raw name into parameter and suffix: ``linear_0.w_0.dist_moment1_1`` has ``moment1_0``."""
     state = parameter_name(raw)
     ends = (i for i in range(len(state) - 1, 0, -1) if state[i] == "_")
     owner = next((state[:end] for end in ends if state[:end] in names), None)  # the longest

@@ -52,9 +52,6 @@ def _buffer_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
 
     Paddle has no record of the places in its buffers, but a parameter's memory is a part of its buffer's. The step
     updates all parameters that this rank owns, whatever their stop_gradient is by now.
-
-    Raises:
-        ValueError: A parameter has memory of its own. Nothing has been created then.
     """
     inner, buffers = optimizer._inner_opt, optimizer._rank2fused[optimizer._sharding_rank]
     slots: list[dict[str, BufferSlot]] = [{} for _ in buffers]
@@ -200,9 +197,6 @@ def _offloaded_tables(optimizer: Any) -> StateTables:
 
     Offload lays the master weights of a rank's parameters (float16) end to end in a buffer of host memory, each padded,
     and the optimizer steps on the buffer, so that its states are those of the buffer.
-
-    Raises:
-        ValueError: The optimizer has parameter groups, which Paddle then steps on in place of the buffer.
     """
     inner, storage = optimizer._optim, optimizer.offload_params
     if isinstance(inner._param_groups[0], dict):

@@ -383,11 +383,7 @@ def _members(context: Any) -> frozenset[int]:
 
 
 def _held_piece(context: Any, buffer: Any) -> slice:
-    """Return the elements of a buffer that this rank holds.
-
-    Raises:
-        ValueError: It does not hold an equal piece.
-    """
+    """Return the elements of a buffer that this rank holds."""
     group = context.buffer_manager._fsdp_group
     total, owned = int(buffer.total_buffer_size), int(buffer.data_buffer.shape[0])
     if owned * group.nranks != total or len(context.mesh.process_ids) != group.nranks:

@@ -130,11 +130,7 @@ class TensorFusionMixin:
     """A semi-automatic optimizer that can fuse tensors."""
 
     def _tensor_fusion(self: Any, params_grads: list[Any]) -> Any:
-        """Do as Paddle does, after checking that existing states are those of the buffers to be made.
-
-        Raises:
-            ValueError: Before anything is fused: states have been created, and perhaps loaded, for other parts.
-        """
+        """Do as Paddle does, after checking that existing states are those of the buffers to be made."""
         if self.do_tensor_fusion_once and self._accumulators:
             _check_prediction(self, [parameter for parameter, _ in params_grads])
         return self._paddle__tensor_fusion(params_grads)

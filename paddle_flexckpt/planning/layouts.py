@@ -86,12 +86,7 @@ class Layout(JobLayout):
     """The catalogs of a job's ranks, from its strategy and its model."""
 
     def __init__(self, model: Model, strategy: Strategy) -> None:
-        """Check that the strategy can cut the model.
-
-        Raises:
-            ValidationError: It cannot: a tensor does not divide, a pipeline has too few layers, names repeat, or Paddle
-                would mix the ranks' tensors.
-        """
+        """Check that the strategy can cut the model."""
         super().__init__(model)
         self.strategy: Strategy = strategy
         # A single rank has its optimizer for itself.
@@ -306,14 +301,7 @@ def _undivided(
     degree: tuple[str, int],
     describe: Callable[[ModelTensor], tuple[str, str]],
 ) -> list[Problem | str]:
-    """Return one problem if a degree does not divide some of the numbers; its remedy has the degrees that do.
-
-    Args:
-        what: The problem.
-        extents: Tensors and their numbers.
-        degree: The degree's name and the degree.
-        describe: Returns what was expected of the first tensor, and what it is.
-    """
+    """Return one problem if a degree does not divide some of the numbers; its remedy has the degrees that do."""
     name, number = degree
     uneven = [each for each, extent in extents if extent % number]
     if not uneven:

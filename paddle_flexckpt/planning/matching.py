@@ -100,11 +100,7 @@ class ShardMatcher:
     """
 
     def __init__(self, source: Catalog, groups: ReplicaGroups | None = None, coverage: Coverage | None = None) -> None:
-        """Make the index of the source's boxes; groups and coverage are those of the source, if the caller has them.
-
-        Raises:
-            ValidationError: Too many shards of a key overlap.
-        """
+        """Make the index of the source's boxes; groups and coverage are those of the source, if the caller has them."""
         self.source = source
         self.groups = group_replicas(source) if groups is None else groups
         coverage = validate_coverage(source, self.groups) if coverage is None else coverage

@@ -26,11 +26,7 @@ class MeshLayout(JobLayout):
     """The catalogs of a job's ranks, from its mesh and its model."""
 
     def __init__(self, model: Model, strategy: Mesh) -> None:
-        """Check that the mesh fits the model.
-
-        Raises:
-            ValidationError: It does not: placements fit no tensor, or Paddle cannot shard the states under them.
-        """
+        """Check that the mesh fits the model."""
         super().__init__(model)
         self.strategy: Mesh = strategy
         problems = [*self._repeated(), *self._unused()]

@@ -62,11 +62,7 @@ class Mesh:
     sharding_axis: str = ""
 
     def __post_init__(self) -> None:
-        """Check that all fits together.
-
-        Raises:
-            ValidationError: It does not.
-        """
+        """Check that all fits together."""
         problems: list[Problem | str] = []
         if not self.shape or len(self.shape) != len(self.axes) or min(self.shape) < 1:
             what, got = "a mesh has a positive extent and a name for each axis", f"{self.shape} and {self.axes}"

@@ -65,11 +65,7 @@ class Strategy:
     experts: str = "data"
 
     def __post_init__(self) -> None:
-        """Check that the degrees fit each other.
-
-        Raises:
-            ValidationError: They do not.
-        """
+        """Check that the degrees fit each other."""
         problems: list[Problem | str] = [
             Problem(
                 "a degree has to be a positive number", key=each.name, expected=">= 1", got=getattr(self, each.name)

@@ -81,11 +81,7 @@ class SharedReceiver:
     """A receiver of what a :class:`SharedSender` sends."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take the memory that the sender hands over.
-
-        Raises:
-            EOFError: The sender has gone.
-        """
+        """Take the memory that the sender hands over."""
         self._connection, self._slot = connection, -1
         self._rest = np.empty(0, dtype=np.uint8)
         message, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)

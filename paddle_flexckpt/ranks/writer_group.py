@@ -120,17 +120,7 @@ class WriterGroup(Communicator):
         coordinator: int,
         timeout: float,
     ) -> None:
-        """Join the group: a member connects to the coordinator, or raises in its first exchange that it cannot.
-
-        Args:
-            listener: The listener of this process.
-            addresses: The addresses of the members' processes, "host:port/secret", in the group's order.
-            token: The token of the save, 16 bytes.
-            ranks: Global ranks of the members, in the group's order.
-            position: This rank's place among them.
-            coordinator: The coordinator's place.
-            timeout: Seconds to wait for others.
-        """
+        """Join the group: a member connects to the coordinator, or raises in its first exchange that it cannot."""
         super().__init__(tuple(ranks), position)
         self._listener, self._addresses, self._token = listener, addresses, token
         self._coordinator, self._timeout = coordinator, timeout
@@ -219,11 +209,7 @@ class WriterGroup(Communicator):
     # -- the coordinator -----------------------------------------------------------------------------------------------
 
     def _collect(self) -> dict[int, tuple[bytes, bytes]]:
-        """Return the message of each other member, by position.
-
-        Raises:
-            LostRankError: A member has died, does not come, or has ended the save; all others get that text.
-        """
+        """Return the message of each other member, by position."""
         messages: dict[int, tuple[bytes, bytes]] = {}
         others = {*range(self.size)} - {self.position}
         absent, watch = others - self._links.keys(), DeathWatch(self._addresses)

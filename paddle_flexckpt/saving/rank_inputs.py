@@ -48,18 +48,7 @@ class RankInputs:
         place: str,
         message: bytes,
     ) -> None:
-        """Describe this rank's shards.
-
-        Args:
-            state: The shards.
-            devices: The devices that some of them are on.
-            comm: The ranks.
-            options: The options of the save.
-            head: The message in which no rank may differ: the call and its options.
-            names: The save's names, if this rank knows them.
-            place: The place of this rank's directory.
-            message: The message of its destination to the destinations of the others.
-        """
+        """Describe this rank's shards."""
         weights, self._catalog = state.weights, state.catalog
         self._size, self._head, self._names = comm.size, head, names
         whole = indivisible_rows(self._catalog, [getattr(weight, "fused", None) for weight in weights])

@@ -35,11 +35,7 @@ class ReplicaPolicies:
     """
 
     def __init__(self, check_replicas: CheckReplicas) -> None:
-        """Take the argument of a public call.
-
-        Raises:
-            ValidationError: It has an invalid value.
-        """
+        """Take the argument of a public call."""
         self.compares = check_replicas is not False
         if isinstance(check_replicas, bool):
             check_replicas = "equal" if check_replicas else "first"

@@ -105,11 +105,7 @@ def read_config_model(path: str | Path, variant: str = "plain") -> ConfigModel:
 
 
 def _rules(family: str, sizes: _Sizes, variant: str) -> dict[str, list[str]]:
-    """Return the statements of a family, with its parameters from a configuration.
-
-    Raises:
-        ValidationError: There is no such variant.
-    """
+    """Return the statements of a family, with its parameters from a configuration."""
     known = describe_model_rules(family)["parameters"]
     getters: dict[str, Callable[[], Any]] = {
         "num_heads": lambda: sizes["num_attention_heads"],
@@ -133,11 +129,7 @@ class _Sizes:
         self._config, self._path = config, path
 
     def __getitem__(self, name: str) -> int:
-        """Return a number.
-
-        Raises:
-            ValidationError: It is missing, or not a number.
-        """
+        """Return a number."""
         value = self._config.get(name)
         if type(value) is not int or value < 0:
             raise ValidationError([f"{self._path!r} has to say {name}, a whole number; got {value!r}"])

@@ -115,11 +115,7 @@ class ConversionTarget(ABC):
     files: list[PlannedFile]
 
     def __init__(self, sink: Backend, content: Content) -> None:
-        """Plan the files; touch nothing.
-
-        Raises:
-            ValidationError: The format cannot hold the content.
-        """
+        """Plan the files; touch nothing."""
         self.sink, self.content = sink, content
         self.notes: list[str] = []
 

@@ -349,11 +349,7 @@ def _blocks_are_right(file: InputFile, part: Manifest) -> bool:
 
 
 def _with_archives(archives: Iterable[TensorArchive], data: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the bytes of archives as arrays: small pieces joined, and large arrays unchanged.
-
-    Raises:
-        ValueError: The data are not the archives' elements.
-    """
+    """Yield the bytes of archives as arrays: small pieces joined, and large arrays unchanged."""
     arrays = iter(data)
     small = bytearray()
     for archive in archives:

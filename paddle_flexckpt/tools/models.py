@@ -166,11 +166,7 @@ def noted_layout(strategy: Strategy | Mesh, described: Model) -> tuple[JobLayout
 
 
 def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
-    """Return a note on the tensors that tensor parallelism does not cut.
-
-    Raises:
-        ValidationError: It cuts none, as no cut is known.
-    """
+    """Return a note on the tensors that tensor parallelism does not cut."""
     if tensor_degree(strategy) == 1:
         return []
     whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]

@@ -140,19 +140,7 @@ class PartReader:
         describe: Callable[[WholeTensors], Targets],
         transfer: TransferOptions = AS_STORED,
     ) -> None:
-        """Plan the reads, and check the files' headers and sizes.
-
-        Args:
-            directory: The checkpoint's directory.
-            manifest: Its manifest; the caller keeps the checkpoint from removal.
-            options: How files are read.
-            describe: Returns the targets, of :meth:`WholeTensors.targets`.
-            transfer: Whether types may differ.
-
-        Raises:
-            ValidationError: The source lacks what is to be read.
-            CorruptCheckpointError: The checkpoint is damaged.
-        """
+        """Plan the reads, and check the files' headers and sizes."""
         self._options, self._memory = options, WholeTensors()
         self._files = Files(directory, options, manifest, plain_errors=True)
         with contextlib.ExitStack() as stack:

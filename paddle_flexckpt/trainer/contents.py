@@ -185,11 +185,7 @@ class AverageState:
     """The averages of one trainer, to be saved and restored."""
 
     def __init__(self, buffer: Any) -> None:
-        """Take over a buffer of the trainer's callback, which then saves nothing itself.
-
-        Raises:
-            ValidationError: The buffer is not of a known kind.
-        """
+        """Take over a buffer of the trainer's callback, which then saves nothing itself."""
         missing = [name for name in _NEEDED if not callable(getattr(buffer, name, None))]
         if missing:
             raise ValidationError(

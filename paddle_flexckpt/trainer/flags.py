@@ -372,11 +372,7 @@ def library_of(thing: Any) -> str:
 
 
 def _statements_of_flag(value: Any) -> Any:
-    """Return statements in the form of :func:`load_state_dict`: a list becomes a config, all else stays.
-
-    Raises:
-        ValueError: It is neither JSON nor the name of a file.
-    """
+    """Return statements in the form of :func:`load_state_dict`: a list becomes a config, all else stays."""
     if value is None or value == "":
         return None
     if isinstance(value, str):

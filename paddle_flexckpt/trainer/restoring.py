@@ -204,11 +204,7 @@ def _note_on_sample_order(before: int, now: int) -> dict[str, str]:
 
 
 def _look_at_foreign(trainer: Any, path: Path, options: TrainerOptions, data: Any) -> list[tuple[str, Any, Any, str]]:
-    """Return for scheduler and scaler: name, object, its state in another format, and why it cannot be set.
-
-    Raises:
-        ValidationError: A state is there, and cannot be set; or a position is wanted.
-    """
+    """Return for scheduler and scaler: name, object, its state in another format, and why it cannot be set."""
     position = _note_on_position(data)
     _refuse(position, options)
     scaler = trainer.scaler if trainer.do_grad_scaling else None

@@ -23,12 +23,7 @@ class TrainSampler(ElasticBatchSampler):
     """
 
     def __init__(self, trainer: Any, shuffle: bool = True) -> None:
-        """Begin at the first sample of the trainer's ``train_dataset``; errors of the base class.
-
-        Args:
-            trainer: The trainer, whose arguments have batch size, ranks and seed.
-            shuffle: Whether each pass over the data has an order of its own.
-        """
+        """Begin at the first sample of the trainer's ``train_dataset``; errors of the base class."""
         args = trainer.args
         ranks = int(args.dataset_world_size), int(args.dataset_rank)
         super().__init__(trainer.train_dataset, args.per_device_train_batch_size, *ranks, shuffle, seed=args.seed)

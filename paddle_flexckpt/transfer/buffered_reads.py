@@ -209,12 +209,7 @@ def _cut(
 
 
 def _flattened(pieces: Pieces, plain: np.ndarray) -> Pieces:
-    """Return the reads of pieces: a contiguous range of a file goes to a contiguous range of a buffer.
-
-    Args:
-        pieces: The pieces.
-        plain: Whether each is contiguous in its file; the shape of such a piece does not matter.
-    """
+    """Return the reads of pieces: a contiguous range of a file goes to a contiguous range of a buffer."""
     flat = np.ones_like(pieces.extents)
     flat[:, -1] = pieces.size
     extents = np.where(plain[:, None], flat, pieces.extents)

@@ -62,15 +62,7 @@ class Files(Source):
         plain_errors: bool = False,
         reason: str = "",
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The checkpoint's directory.
-            options: The checkpoint's id, and how to read it.
-            manifest: The manifest of a checkpoint that the caller has locked; by default it is locked and read here.
-            plain_errors: Whether an OSError of the medium is raised as it is.
-            reason: Why every rank reads for itself, for the report.
-        """
+        """Open nothing yet."""
         super().__init__()
         self._location, self._options, self._kept, self._plain_errors = location, options, manifest, plain_errors
         self._reason = reason

@@ -58,14 +58,7 @@ class MovedParameters:
         shapes: Mapping[str, tuple[int, ...]],
         used: Collection[str],
     ) -> None:
-        """Take the names of both sides.
-
-        Args:
-            keys: This rank's parameters.
-            filled: The keys that something fills.
-            shapes: The shape of each parameter of the source.
-            used: The names that statements, or other targets, use.
-        """
+        """Take the names of both sides."""
         self._shapes, self._unused = shapes, shapes.keys() - {*used, *keys}
         self._unused_shapes = {shapes[name] for name in self._unused}
         self._source_names, self._target_names = NameFits(shapes), NameFits(keys)

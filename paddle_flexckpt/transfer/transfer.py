@@ -64,17 +64,7 @@ class Transfer:
         context: str = "",
         begin: float | None = None,
     ) -> None:
-        """Take no step yet.
-
-        Args:
-            comm: The ranks.
-            source: The source of the targets.
-            describe_targets: Returns this rank's targets, or raises.
-            options: The options of the call.
-            call: The name of the call, which ranks compare.
-            context: The context of errors.
-            begin: When the call began; by default now.
-        """
+        """Take no step yet."""
         self._comm, self._source, self._options = comm, source, options
         self._describe_targets, self._call, self._context = describe_targets, call, context
         self._all_targets: Catalog | None = None
@@ -236,11 +226,7 @@ class Transfer:
         return self._make_task(statements) if is_incomplete and source.complete() else made
 
     def _compare_tied(self) -> None:
-        """Compare the values that one tied parameter has under several names, in memory of their own.
-
-        Raises:
-            ValidationError: They differ (on every rank, with the same text); no target was changed.
-        """
+        """Compare the values that one tied parameter has under several names, in memory of their own."""
         comm, source, context = self._comm, self._source.again(), self._context
 
         def prepare() -> tuple[Task, bytes]:

@@ -233,9 +233,6 @@ def _context_for(model: Any, config: Any) -> Any:
 
     Paddle's develop branch had it with seven fields, and later with five. The two former fields have no meaning for a
     model that declares neither casts nor names to leave out.
-
-    Raises:
-        ValidationError: This version of Paddle has no such context, or one with fields that are not known here.
     """
     try:
         context = importlib.import_module(_CONTEXT_MODULE).AOAContext
