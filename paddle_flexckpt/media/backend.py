@@ -74,14 +74,9 @@ class InputFile(ABC):
         return count
 
     def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
-        """Begin to fetch the ranges that will be read of this and other open files of its kind, if requests take long.
+        """Begin to fetch the ``wanted`` ranges of ``files``, in this order, if requests take long.
 
-        Args:
-            files: Those that ``wanted`` counts; they are closed together.
-            wanted: The ranges, in the order in which they will be read.
-
-        Returns:
-            The number of bytes that are fetched without being needed.
+        Return the number of bytes that are fetched without being needed.
         """
         return 0
 
