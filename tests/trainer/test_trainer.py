@@ -386,11 +386,12 @@ def test_a_check_before_the_training_changes_nothing_of_it(whole, tmp_path, monk
     assert Run(tmp_path).losses == run.losses
 
 
-def test_a_resume_says_what_it_did_in_one_line(whole, tmp_path, caplog):
+def test_a_resume_says_what_it_did(whole, tmp_path, caplog):
     directory, _ = whole
     with caplog.at_level("INFO", logger="paddle_flexckpt"):
         Run(tmp_path, resume=str(directory / "checkpoint-3"), max_steps=4, save_steps=100)
-    (line,) = [record.message for record in caplog.records if record.name == "paddle_flexckpt"]
+    told, line = [record.message for record in caplog.records if record.name == "paddle_flexckpt"]
+    assert "lr_lambda gave a rate of 0.0005, and gives 0.00025 here" in told  # as the run has fewer steps
     assert line.startswith(f"resumed from {directory / 'checkpoint-3'}: loaded ")
 
 
