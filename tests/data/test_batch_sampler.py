@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,26 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.data import ElasticBatchSampler
 from tests.documents import code_block
 from tests.remedies.following import provoked
+
+
+@pytest.fixture(autouse=True)
+def _no_workers_left(monkeypatch):
+    """End the workers of loops that a test leaves: each keeps a copy of this process."""
+    if "paddle" not in sys.modules:
+        yield
+        return
+    from paddle.io.dataloader.dataloader_iter import _DataLoaderIterMultiProcess
+
+    made, begin = [], _DataLoaderIterMultiProcess.__init__
+
+    def noted(self, loader):
+        made.append(self)
+        begin(self, loader)
+
+    monkeypatch.setattr(_DataLoaderIterMultiProcess, "__init__", noted)
+    yield
+    for each in made:
+        each._try_shutdown_all()
 
 
 def samplers(ranks, length, batch, **options):
