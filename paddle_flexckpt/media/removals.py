@@ -45,13 +45,7 @@ def remove(path: Path, what: Literal["file", "empty", "tree"] = "file") -> None:
         elif os.path.islink(path):
             _warn(os.fspath(path))
         else:
-            shutil.rmtree(path, onerror=_go_on)
-
-
-def _go_on(function: object, path: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
-    """Go on where something has gone meanwhile."""
-    if not isinstance(failure[1], FileNotFoundError):
-        raise failure[1]
+            shutil.rmtree(path)
 
 
 def leads_elsewhere(directory: Backend) -> bool:
