@@ -40,11 +40,8 @@ def touched_blocks(stored, targets: list[Shard], block_bytes: int) -> dict[str, 
     return masks
 
 
-@pytest.mark.parametrize("min_pread", [1, 16 << 10], ids=["preads", "scattered"])
-@examples(150)
-@given(st.data())
-def test_every_touched_block_is_read_once_and_verified(min_pread, data):
-    pick = Pick.from_draw(data.draw)
+def drawn(pick: Pick) -> tuple[list[Shard], Shard]:
+    """Stored shards of a tensor, and a box of it to read."""
     shape = pick.shape(4, 6)
     dtype = pick.choice(("uint8", "bfloat16", "float32", "complex128"))
     shards = [Shard("w", dtype, shape, o, box, None, i % 2) for i, (o, box) in enumerate(grid(pick, shape))]
@@ -55,7 +52,15 @@ def test_every_touched_block_is_read_once_and_verified(min_pread, data):
     shards.sort(key=lambda shard: shard.rank)
     offset = tuple(pick.integer(0, extent - 1) for extent in shape)
     box = tuple(pick.integer(1, extent - low) for low, extent in zip(offset, shape))
-    target = Shard("w", dtype, shape, offset, box, None, 0)
+    return shards, Shard("w", dtype, shape, offset, box, None, 0)
+
+
+@pytest.mark.parametrize("min_pread", [1, 16 << 10], ids=["preads", "scattered"])
+@examples(150)
+@given(st.data())
+def test_every_touched_block_is_read_once_and_verified(min_pread, data):
+    pick = Pick.from_draw(data.draw)
+    shards, target = drawn(pick)
     with memory_directory() as path, pytest.MonkeyPatch.context() as monkeypatch:
         stored = store(path, shards, block_bytes=16)
         monkeypatch.setattr(read_planner, "MIN_PREAD_BYTES", min_pread)
@@ -69,7 +74,7 @@ def test_every_touched_block_is_read_once_and_verified(min_pread, data):
     for name, mask in ranges.mask(stored).items():
         assert mask.tolist() == expected[name].tolist()
     assert reader.count.bytes_read == reader.count.bytes_verified == total
-    assert reader.count.bytes_extra == total - target.size * dtype_of(dtype).itemsize
+    assert reader.count.bytes_extra == total - target.size * dtype_of(target.dtype).itemsize
 
 
 @pytest.mark.parametrize("min_pread", [1, 16 << 10], ids=["preads", "maps"])
@@ -77,12 +82,7 @@ def test_every_touched_block_is_read_once_and_verified(min_pread, data):
 @given(st.data())
 def test_a_flipped_bit_in_what_is_needed_is_found(min_pread, data):
     pick = Pick.from_draw(data.draw)
-    shape, dtype = pick.shape(4, 6), pick.choice(("uint8", "bfloat16", "float32", "complex128"))
-    shards = [Shard("w", dtype, shape, o, box, None, i % 2) for i, (o, box) in enumerate(grid(pick, shape))]
-    shards.sort(key=lambda shard: shard.rank)
-    offset = tuple(pick.integer(0, extent - 1) for extent in shape)
-    box = tuple(pick.integer(1, extent - low) for low, extent in zip(offset, shape))
-    target = Shard("w", dtype, shape, offset, box, None, 0)
+    shards, target = drawn(pick)
     with memory_directory() as path, pytest.MonkeyPatch.context() as monkeypatch:
         stored = store(path, shards, block_bytes=16)
         monkeypatch.setattr(read_planner, "MIN_PREAD_BYTES", min_pread)
